@@ -95,7 +95,7 @@ class BidirectionalSpec(SoftmaxSpec):
         starts = None if functions else _starts(layer, attended.mask, record.ends)
         if len(functions) != 1 and starts is None and not _hides_nothing(attended.mask):
             raise NotUnderstood("its attention mask is made in a way of its own")
-        fields = {"position_bias": bias, "relative": relative, "starts": starts}
+        fields: dict[str, Any] = {"position_bias": bias, "relative": relative, "starts": starts}
         fields["reach"] = reach_of(functions[0]) if functions else None
         fit = cls.first_fit(layer, calls, cls.formulas(layer, calls, fields), None)
         if fit is None:

@@ -119,11 +119,10 @@ def layers_in(model: nn.Module, stack: str) -> dict[str, nn.Module]:
 
 
 def understand_encoder(model: Any, call: dict[str, Any]) -> tuple[str, dict[str, LayerSpec], list[int], set[int]]:
-    """The path of the stack of an encoder; by path what each of its layers computes that run in a call of the model, and
-    in which order they are called. Then behind how many of them other modules are given what they gave. Raises
-    NotUnderstood.
+    """The path of the stack of an encoder; by path what each of its layers computes that run in a call of the model,
+    and in which order. Then behind how many of them other modules are given what they gave. Raises NotUnderstood.
     """
-    stack, modules = decoder_layers(model)
+    stack, modules = decoder_layers(model, call)
     if (foreign := foreign_attention([model, *modules.modules()])) is not None:
         raise NotUnderstood(foreign)
     if placement(model)[1] == torch.float16 and any(map(clamps, layers_in(model, stack).values())):

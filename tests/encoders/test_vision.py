@@ -160,7 +160,7 @@ WAVES = SOUND | {"conv_dim": [16, 16], "conv_kernel": [10, 3], "conv_stride": [5
 WAVES["num_conv_pos_embedding_groups"] = 2
 SPECTRA = SOUND | {"patch_size": 4, "frequency_stride": 4, "time_stride": 4, "max_length": 16, "num_mel_bins": 8}
 MELS = {"d_model": 32, "encoder_layers": 2, "encoder_attention_heads": 4, "encoder_ffn_dim": 48, "num_mel_bins": 8}
-MELS |= {"vocab_size": 64, "decoder_layers": 1, "max_source_positions": 20}
+MELS |= {"vocab_size": 64, "decoder_layers": 1, "decoder_attention_heads": 4, "max_source_positions": 20}
 
 
 NEAR = {"feature_projection_input_dim": 8, "left_max_position_embeddings": 7, "right_max_position_embeddings": 2}

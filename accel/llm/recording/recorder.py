@@ -41,11 +41,12 @@ ROWS = 2
 AMPLIFIED = {torch.float16: 8.0}  # which a gated MLP multiplies by itself
 
 
-def decoder_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
+def decoder_layers(model: PreTrainedModel, call: dict[str, Any] | None = None) -> tuple[str, nn.ModuleList]:
     """The stack of layers and its path: the ModuleList as long as the model is deep that a text goes through.
 
     Where there are several of that length, as of a vision and a text tower, the one that runs last before the output
-    head; where there is none, as layers have several attentions that count each, the longest. Raises NotUnderstood.
+    head; where there is none, as layers have several attentions that count each, the longest. call: a word where it is
+    None. Raises NotUnderstood.
     """
     try:
         config = model.config.get_text_config()
@@ -61,12 +62,12 @@ def decoder_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
     stacks = {path: stacks[path] for path in stacks if not any(path.startswith(f"{other}.") for other in stacks)}
     if not stacks:
         raise NotUnderstood(f"no list of {depth} layers")
-    path = next(iter(stacks)) if len(stacks) == 1 else _last_to_run(model, stacks)
+    path = next(iter(stacks)) if len(stacks) == 1 else _last_to_run(model, stacks, call)
     return path, stacks[path]
 
 
-def _last_to_run(model: PreTrainedModel, stacks: dict[str, nn.ModuleList]) -> str:
-    """The path of the stack that a word went through last, in a run of the model; of the first where it cannot run."""
+def _last_to_run(model: PreTrainedModel, stacks: dict[str, nn.ModuleList], call: dict[str, Any] | None) -> str:
+    """The path of the stack that ran last in a call of the model; of the first where it cannot run."""
     order = []
 
     def note(path: str, *_: object) -> None:
@@ -76,7 +77,7 @@ def _last_to_run(model: PreTrainedModel, stacks: dict[str, nn.ModuleList]) -> st
         with listening((layer, partial(note, path)) for path, layers in stacks.items() for layer in layers):
             try:
                 with resting(model), unpaged(model):
-                    type(model).forward(model, input_ids=example_ids(model, 1), use_cache=False)
+                    type(model).forward(model, **call or {"input_ids": example_ids(model, 1), "use_cache": False})
             except Exception as error:  # whatever a forward may raise
                 reason_of(error)
     return order[-1] if order else next(iter(stacks))
