@@ -180,7 +180,7 @@ MODELS |= {
         "",
     ),
     "sew-d": (
-        lambda: t.SEWDModel(t.SEWDConfig(**WAVES, squeeze_factor=2, position_buckets=8, max_position_embeddings=64)),
+        lambda: t.SEWDModel(t.SEWDConfig(**WAVES, squeeze_factor=2, position_buckets=8)),
         [sound(2, 600), sound(1, 950)],
         "",
     ),

@@ -2,8 +2,7 @@
 
 Temporary hooks note what goes into every module of every layer and what comes out; a temporary attention function and
 mask function note queries, scale and mask. These are registered in transformers under a name of this recording, which
-only copies of the model's configurations have, so other models are not affected. All of it is removed afterwards, also
-after an error.
+only copies of the model's configurations have, so other models are not affected. All is removed, also after an error.
 """
 
 import threading
