@@ -2,7 +2,7 @@
 2019), as in Conformers.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import permutations
 from typing import Any
@@ -11,9 +11,8 @@ import torch
 from torch import nn
 
 from accel.comparison import agree
-from accel.encoders.position_bias import SeenBias, by_distance, listening_to_biases
+from accel.encoders.position_bias import SeenBias, by_distance
 from accel.llm.recording.record import Attended, LayerRecord, NotUnderstood
-from accel.llm.recording.recorder import resting
 from accel.patching.fast_forward import Kernels
 
 
@@ -33,15 +32,12 @@ class QueryBias:
     buckets: tuple[int, ...] = ()
     most: int | None = None
 
-    def learned(self, model: nn.Module, run_long: Callable[[], None]) -> tuple[tuple[int, ...], int | None]:
+    def learned(self, gathered: Sequence[tuple], biases: Sequence[SeenBias]) -> tuple[tuple[int, ...], int | None]:
         """See `Relative.learned`."""
         if not self.embedding:
             return (), None
-        seen: list[SeenBias] = []
-        with resting(model), listening_to_biases(model, seen):
-            run_long()
-        longest = max((len(one.ids) for one in seen), default=0)
-        tables = [one.ids for one in seen if one.path.endswith(self.embedding) and len(one.ids) == longest]
+        longest = max((len(one.ids) for one in biases), default=0)
+        tables = [one.ids for one in biases if one.path.endswith(self.embedding) and len(one.ids) == longest]
         if not tables or any(not torch.equal(one, tables[0]) for one in tables):
             raise NotUnderstood("its distances are of another kind in long texts")
         found = by_distance("", tables[0].cpu())

@@ -5,7 +5,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch import nn
 
 from accel.encoders.bidirectional_attention import BidirectionalSpec, EncoderRecord
 from accel.encoders.own_code import OwnCode
-from accel.encoders.position_bias import learned, listening_to_biases, long_text
+from accel.encoders.position_bias import SeenBias, learned, listening_to_biases, long_text
 from accel.errors import reason_of
 from accel.in_flight import listening
 from accel.llm.recording.implementation import foreign_attention
@@ -154,7 +153,10 @@ def understand_encoder(model: Any, call: dict[str, Any]) -> tuple[str, dict[str,
         specs = [replace(spec, attention=one) for spec, one in zip(specs, attentions, strict=True)]
     if any(one.relative is not None for one in attentions):
         first = next(one.relative for one in attentions if one.relative is not None)
-        buckets, most = first.learned(model, partial(_run_long, model, stack, call))
+        long: list[SeenBias] = []
+        with resting(model), OwnCode(lambda: model) as watched, listening_to_biases(model, long):
+            _run_long(model, stack, call)
+        buckets, most = first.learned(watched.gathered, long)
         attentions = [
             replace(one, relative=one.relative and replace(one.relative, buckets=buckets, most=most))
             for one in attentions

@@ -2,7 +2,7 @@
 apart they are.
 """
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 from accel.comparison import agree, factor
-from accel.encoders.position_bias import by_distance
+from accel.encoders.position_bias import SeenBias, by_distance
 from accel.llm.recording.record import LayerRecord, NotUnderstood
-from accel.llm.recording.recorder import resting
 from accel.patching.fast_forward import Kernels
 
 
@@ -29,14 +28,12 @@ class Relative:
     buckets: tuple[int, ...] = ()
     most: int | None = None
 
-    def learned(self, model: Any, run_long: Callable[[], None]) -> tuple[tuple[int, ...], int | None]:
-        """Which column there is for each distance. run_long: runs the layers on a long text. Raises NotUnderstood."""
-        from accel.encoders.own_code import OwnCode  # which knows this kind of scores
-
-        with resting(model), OwnCode(lambda: model) as watched:
-            run_long()
-        longest = max((index.shape[-1] for _, index, _ in watched.gathered), default=0)
-        tables = [index[0] for _, index, _ in watched.gathered if index.shape[-1] == longest]
+    def learned(self, gathered: Sequence[tuple], biases: Sequence[SeenBias]) -> tuple[tuple[int, ...], int | None]:
+        """Which column there is for each distance, by what was seen in a long text: calls of torch.gather, as of
+        `seen_relative`, and of embeddings. Raises NotUnderstood.
+        """
+        longest = max((index.shape[-1] for _, index, _ in gathered), default=0)
+        tables = [index[0] for _, index, _ in gathered if index.shape[-1] == longest]
         if not tables or any(not torch.equal(one, (tables[0], tables[0].t())[at % 2]) for at, one in enumerate(tables)):
             raise NotUnderstood("its distances are of another kind in long texts")
         found = by_distance("", tables[0].cpu())
