@@ -148,6 +148,6 @@ def _off(got: torch.Tensor, wanted: torch.Tensor) -> float:
     got, wanted = got.double(), wanted.double()
     alike = (got == wanted) | (got.isnan() & wanted.isnan())
     off = torch.where(alike, 0.0, (got - wanted).abs())
-    peak = torch.where(wanted.isfinite(), wanted, 0.0).abs().max() if wanted.numel() else torch.zeros(())
+    peak = torch.where(wanted.isfinite(), wanted, 0.0).abs().max() if wanted.numel() else wanted.new_zeros(())
     found = float((off / peak.clamp_min(SMALLEST_OUTPUT)).max()) if off.numel() else 0.0
     return found if found == found else float("inf")

@@ -73,8 +73,11 @@ class _Tensors(TorchFunctionMode):
             return device_of(*args) == NOWHERE
         if function in (torch.randn, torch.rand):
             kwargs = {name: value for name, value in kwargs.items() if name != "generator"} | {"device": GPU}
-        args, values = ([NOWHERE if one == GPU else one for one in given] for given in (args, kwargs.values()))
-        return function(*args, **dict(zip(kwargs, values, strict=True)))
+        return function(*map(nowhere, args), **{name: nowhere(one) for name, one in kwargs.items()})
+
+
+def nowhere(value):
+    return NOWHERE if isinstance(value, torch.device) and value == GPU else value  # to compare a tensor takes long
 
 
 def is_argument(value) -> bool:
