@@ -2,8 +2,11 @@
 
 import dataclasses
 import gc
+import logging
 import os
 from collections import Counter
+from contextlib import contextmanager
+from importlib.util import find_spec
 from types import SimpleNamespace
 
 import pytest
@@ -38,6 +41,10 @@ gc.disable()  # while modules are imported, of which nothing is garbage; pytest_
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+    if not EVERYTHING and find_spec("triton"):  # sizes are small: no index overflows, and to look takes a sixth
+        from triton.runtime.interpreter import InterpreterOptions, interpreter_builder
+
+        interpreter_builder.options = InterpreterOptions(sanitize_overflow=False)
     # Without a device these do nothing but format the whole stack and keep it, at every seed, until one comes.
     for absent in (torch.cuda, torch.xpu, torch.mtia):
         absent.manual_seed_all = lambda seed: None
@@ -111,6 +118,34 @@ def pytest_collection_finish(session):
 
 def pytest_unconfigure(config):
     gc.unfreeze()  # what is never freed, bindings report as leaks
+
+
+class Log(logging.Handler):
+    """What is logged during a test: as pytest's own, which costs every test that does not ask for it."""
+
+    def __init__(self):
+        super().__init__()
+        self.records: list[logging.LogRecord] = []
+        self.emit = self.records.append
+
+    @property
+    def text(self) -> str:
+        return "\n".join(record.getMessage() for record in self.records)
+
+    @contextmanager
+    def at_level(self, level: int, name: str):
+        logger, before = logging.getLogger(name), logging.getLogger(name).level
+        logger.setLevel(level)
+        yield
+        logger.setLevel(before)
+
+
+@pytest.fixture
+def caplog():
+    log = Log()
+    logging.getLogger().addHandler(log)
+    yield log
+    logging.getLogger().removeHandler(log)
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """Which versions of the libraries accel was tested with, and which are installed."""
 
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
 # By package: the oldest and the newest that the tests have passed on.
@@ -11,6 +12,7 @@ TESTED = {
 }
 
 
+@cache  # every report and every `optimize` asks, and each answer reads a file
 def installed(package: str) -> str | None:
     """The version, such as "2.13.0+cpu"; None where it is not installed."""
     try:

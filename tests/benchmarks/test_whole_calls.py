@@ -29,10 +29,10 @@ def test_transformers_draw_images_from_embeddings(tmp_path, monkeypatch):
 
 
 def test_step_caches_are_timed_too(tmp_path):
-    (found,) = run(tmp_path, "flux", intervals="2,3")
+    (found,) = run(tmp_path, "flux", intervals="2")
     plain, *cached = found["schedulers"].values()
     assert found["failed"] == [] and "step_cache" not in plain
-    assert [row["step_cache"] for row in cached] == [2, 3] and all(row["accel"]["median_ms"] > 0 for row in cached)
+    assert [row["step_cache"] for row in cached] == [2] and all(row["accel"]["median_ms"] > 0 for row in cached)
 
 
 def test_what_fails_leaves_what_was_measured_and_the_next_case(tmp_path, monkeypatch):

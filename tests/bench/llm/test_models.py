@@ -43,7 +43,7 @@ PUBLISHED = {
 }
 
 
-@pytest.mark.share(1)  # defaults of a class may change with its library
+@pytest.mark.share(4)
 @pytest.mark.parametrize("name", [name for name in configs.CONFIGS if name != "tiny"])
 def test_real_models_are_the_published_sizes(name):
     """Built on the meta device, so that it costs nothing: the parameter counts everybody knows."""

@@ -245,7 +245,7 @@ def one_of_each(model):
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.share(60)
+@pytest.mark.share(90)
 @torch.no_grad()
 def test_a_changed_module_inside_a_block_is_noticed(name, change):
     stock, call = MODELS[name](name)

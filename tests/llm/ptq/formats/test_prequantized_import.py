@@ -65,7 +65,7 @@ def test_numbers_stay_where_they_are(scheme, folders):
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4-g32", *KINDS])
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 def test_no_more_than_a_layers_weights_are_ever_whole(kind, folders):
     """Of six layers. Where no operation gives a tensor, as in loading from a file, there is none of numbers either."""
     if kind in KINDS:
@@ -91,7 +91,7 @@ def test_no_more_than_a_layers_weights_are_ever_whole(kind, folders):
         *((kind, "int8") for kind in ("int8", "int8 bytes", "bitsandbytes")),
     ],
 )
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 def test_numbers_are_never_held_twice(kind, activations, folders):
     """Neither repacked nor given back: the model's, and what a few operations need for one weight."""
     model = prequantized(kind)[0] if kind in KINDS else copy.deepcopy(compressed(folders("llama-biases", kind)))
