@@ -23,7 +23,7 @@ def short(monkeypatch):
         monkeypatch.setattr(runner, name, 1)
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(12)
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_it_runs_stock_and_with_accel(name):
     script = SCRIPTS[name]

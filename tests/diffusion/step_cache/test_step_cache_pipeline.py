@@ -86,7 +86,7 @@ def test_a_controlnet_pipeline_equals_the_oracle(pipe, live, tmp_path):
     assert follows(steered, 3, [{"image": live.page()}] * 2) == []
 
 
-@pytest.mark.share(10)
+@pytest.mark.share(15)
 def test_equals_the_oracle_after_every_change(pipe, change, live, tmp_path):
     if change.cpu or change.name == "model-offload":
         pytest.skip(change.cpu or "from CPU to CPU, accelerate copies prompt and timestep at every step: all are whole")

@@ -155,7 +155,7 @@ def ours(module, h, kv, angles, run, more):
     return module.o_proj(run(*given, norm=norm, **angles, **more))
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(6)
 @pytest.mark.parametrize("run", ["triton", "reference"])
 @pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
 @pytest.mark.parametrize("family", FAMILIES)

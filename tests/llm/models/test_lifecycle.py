@@ -237,7 +237,7 @@ def layers_ran(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ADAPTERS)
-@pytest.mark.share(3)
+@pytest.mark.share(4)
 @pytest.mark.filterwarnings("ignore")
 def test_every_kind_of_adapter(name, layers_ran):
     ours, stock = adapted(name), adapted(name)

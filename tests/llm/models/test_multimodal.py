@@ -58,7 +58,7 @@ def tower(monkeypatch):
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.share(4)
+@pytest.mark.share(6)
 def test_text_and_image(name, steps, tower):
     ours, stock, text, image = pair(name)
     sites = [site for site in accel.report(ours).sites if site[1] == "decoder layer"]

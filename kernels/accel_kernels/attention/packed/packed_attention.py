@@ -167,7 +167,7 @@ CASES = (
     _small("causal-window", [180], 1, 1, 16, causal=True, window=(30, 9)),
     _small("relative", [70, 3, 21], 2, 2, 16, columns=40, seen=[60, 3, 21], fill=5, idle=1),
     _small("none", [0, 0], 2, 2, 16, longest=32, fill=5),
-    _small("many", [2, 0, 1] * 130, 1, 1, 16, fill=1),
+    _small("many", [2, 0, 1] * 86, 1, 1, 16, fill=1),
     _case("bge-base", MIXED, 12, 12, 64, fill=64),
     _case("bge-m3", MIXED, 16, 16, 64, idle=8),
     _case("minilm", MIXED, 12, 12, 32),
