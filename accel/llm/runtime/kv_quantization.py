@@ -22,7 +22,7 @@ from accel.parallel.ranks import Ranks
 KV_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 # Decibels of the scores. Keys without outliers keep 42 in int8 and 31 in fp8. At 18 a score is off by an eighth of what
 # scores differ by. Of one layer of the shipped text model, with a bias planted, 21.5 dB cost 0.03 % of perplexity, 13.5
-# cost 0.2 % and 1 cost 1.7 %, see python -m benchmarks key-constants.
+# cost 0.2 % and 1 cost 1.7 %: docs/measurements/quantization.md.
 LEAST = 18.0
 HARMLESS = 0.01  # off by which (root mean square) a score changes its weight by one percent: whatever the decibels
 
