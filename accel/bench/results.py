@@ -4,14 +4,26 @@ import json
 import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 from rich.table import Table
 
+import accel
 from accel.bench.timing import Clock
 from accel.errors import logged
 
 VARIANTS = ("stock", "compile", "accel")
 REASON = 300  # letters of an error that are kept
+
+
+def reported(*models: Any) -> dict[str, list[str]]:
+    """What the reports of optimized models tell, each once; sites of the first."""
+    reports = [accel.report(model) for model in models]
+    return {
+        "fallbacks": sorted({reason for _, reason, _ in reports[0].fallbacks}),
+        "graphs": sorted({one["reason"] or one["status"] for report in reports for one in report.graphs}),
+        "sites": sorted({f"{rule}: {status} {reason}"[:120] for _, rule, status, reason in reports[0].sites}),
+    }
 
 
 class WrongResult(RuntimeError):

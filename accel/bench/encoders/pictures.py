@@ -7,6 +7,7 @@ import torch
 
 import accel
 from accel.bench.llm.models import SEED, beside, endless
+from accel.bench.results import reported
 from accel.bench.timing import compare_times
 
 NEW, SEVERAL = 33, 16
@@ -93,9 +94,7 @@ def measure_pictures(name: str, device: torch.device, budget_s: float) -> dict:
     first, all_of_them = (found[kind] for kind in list(calls)[:2])
     step = {way: (all_of_them[way]["median_ms"] - first[way]["median_ms"]) / (NEW - 1) for way in models}
     found["a token behind it"] = {way: {"median_ms": round(ms, 3)} for way, ms in step.items()}
-    report = accel.report(models["accel"])
-    fallbacks = sorted({reason for _, reason, _ in report.fallbacks})
-    return {"name": name, "pictures": found, "fallbacks": fallbacks, "graphs": report.graphs}
+    return {"name": name, "pictures": found} | reported(models["accel"])
 
 
 def _written(model: Any, given: dict, new: int, _: int) -> torch.Tensor:

@@ -7,6 +7,7 @@ import torch
 
 import accel
 from accel.bench.llm.models import beside
+from accel.bench.results import reported
 from accel.bench.timing import compare_times
 
 SECONDS = 30  # of a window
@@ -66,14 +67,7 @@ def measure_speech(name: str, device: torch.device, clips: int, windows: int, bu
         sound = 1e3 * SECONDS * batch * length
         found = {way: one.to_dict() | {"real_time": round(sound / one.median_ms)} for way, one in times.items()}
         rows.append({"call": call, "rows": batch, "windows": length, "ways": found, "same": round(same, 6)})
-    report = accel.report(fast)
-    return {
-        "name": name,
-        "calls": rows,
-        "fallbacks": sorted({reason for _, reason, _ in report.fallbacks}),
-        "graphs": sorted({one["reason"] or one["status"] for one in report.graphs}),
-        "sites": sorted({f"{rule}: {status} {reason}"[:120] for _, rule, status, reason in report.sites}),
-    }
+    return {"name": name, "calls": rows} | reported(fast)
 
 
 def _call(model: Any, features: torch.Tensor, options: dict[str, Any], _: int) -> torch.Tensor:

@@ -10,6 +10,7 @@ from torch import nn
 
 import accel
 from accel.bench.llm.models import beside
+from accel.bench.results import reported
 from accel.bench.timing import compare_times, synchronize
 from accel.comparison import relative_rms
 
@@ -45,16 +46,11 @@ ENCODERS = {
 }
 
 
-def usual_encoders(device: torch.device) -> list[str]:
-    """Names that are measured where none is given."""
-    return [name for name in ENCODERS if name != "tiny"] if device.type == "cuda" else ["tiny"]
-
-
-def build_encoder(name: str, device: torch.device, dtype: torch.dtype) -> Any:
-    """The model with random weights. Raises KeyError for an unknown name."""
+def build_encoder(one: Encoder, device: torch.device, dtype: torch.dtype) -> Any:
+    """The model with random weights."""
     import transformers
 
-    kind, config, given = ENCODERS[name]
+    kind, config, given = one
     torch.manual_seed(0)
     with device:
         model = getattr(transformers, kind)(getattr(transformers, config)(**given))
@@ -112,7 +108,7 @@ def measure_encoder(
     unknown name.
     """
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    stock = build_encoder(name, device, dtype)
+    stock = build_encoder(ENCODERS[name], device, dtype)
     fast, zeros = accel.optimize(beside(stock)), accel.optimize(beside(stock), padding="zeros")
     models = {"stock": stock, "accel": fast, "accel, zeros": zeros}
     if int8:
@@ -148,12 +144,7 @@ def measure_encoder(
             asked = {"stock": partial(_asked, stock, one), "accel": partial(_asked, fast, one)}
             found = compare_times(asked, device, budget_s=min(1.0, budget_s), warmup=20)
             row["query"] = {way: one.to_dict() for way, one in found.items()}
-    report = accel.report(fast)
-    row["fallbacks"] = sorted({reason for _, reason, _ in report.fallbacks})
-    graphs = [one for model in [*models.values()][1:] for one in accel.report(model).graphs]
-    row["graphs"] = sorted({one["reason"] or one["status"] for one in graphs})
-    row["sites"] = sorted({f"{rule}: {status}" for _, rule, status, _ in report.sites})
-    return row
+    return row | reported(*[*models.values()][1:])
 
 
 def _asked(model: nn.Module, query: Batch, _: int) -> torch.Tensor:

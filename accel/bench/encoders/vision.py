@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 import accel
-from accel.bench.encoders.texts import Encoder
+from accel.bench.encoders.texts import Encoder, build_encoder
 from accel.bench.llm.models import beside
+from accel.bench.results import reported
 from accel.bench.timing import compare_times
 from accel.comparison import relative_rms
 
@@ -33,14 +34,8 @@ def measure_vision(name: str, device: torch.device, batches: list[int], compiled
 
     errors: of the output in bf16, from float32's. Raises KeyError for an unknown name.
     """
-    import transformers
-
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    kind, config, given = VISION[name]
-    torch.manual_seed(0)
-    with device:
-        made = getattr(transformers, kind)(getattr(transformers, config)(**given))
-    stock = made.to(dtype).eval().requires_grad_(False)
+    stock = build_encoder(VISION[name], device, dtype)
     fast: Any = accel.optimize(beside(stock))
     models: dict[str, Any] = {"stock": stock, "accel": fast}
     if compiled:
@@ -65,14 +60,7 @@ def measure_vision(name: str, device: torch.device, batches: list[int], compiled
             times = compare_times(ways, device, budget_s=budget_s)
             found = {way: t.to_dict() | {"images_s": round(1e3 * batch / t.median_ms, 1)} for way, t in times.items()}
             rows.append({"batch": batch, "ways": found, "errors": errors})
-    report = accel.report(fast)
-    return {
-        "name": name,
-        "batches": rows,
-        "fallbacks": sorted({reason for _, reason, _ in report.fallbacks}),
-        "sites": sorted({f"{rule}: {status} {reason}"[:120] for _, rule, status, reason in report.sites}),
-        "graphs": sorted({one["reason"] or one["status"] for one in report.graphs}),
-    }
+    return {"name": name, "batches": rows} | reported(fast)
 
 
 def _call(run: Callable[[Any], torch.Tensor], model: Any, _: int) -> torch.Tensor:

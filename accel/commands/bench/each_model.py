@@ -1,18 +1,31 @@
 """Models that a command measures one after the other: progress, a file that grows, a table."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
 
-from accel.commands.options import quiet
+from accel.commands.options import parse_device, quiet
 from accel.progress import progress_bar
 
 if TYPE_CHECKING:
     import torch
     from rich.table import Table
+
+
+def chosen_models(
+    names: list[str] | None, device: str | None, known: Collection[str]
+) -> "tuple[torch.device, list[str]]":
+    """The device, and the names given, or of all that are known the tiny ones, on a GPU the others.
+
+    Raises BadParameter for an unknown one.
+    """
+    place = parse_device(device)
+    if unknown := [one for one in names or () if one not in known]:
+        raise typer.BadParameter(f"{unknown[0]!r} is none of {', '.join(known)}")
+    return place, names or [one for one in known if one.startswith("tiny") != (place.type == "cuda")]
 
 
 def measure_each(

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from accel.commands.bench.each_model import measure_each
-from accel.commands.options import DEVICE_HELP, parse_device
+from accel.commands.bench.each_model import chosen_models, measure_each
+from accel.commands.options import DEVICE_HELP
 
 
 def bench_encoders(
@@ -26,11 +26,9 @@ def bench_encoders(
     Random weights; without a tokenizer. Ends with 1 where one fails.
     """
     from accel.bench import results
-    from accel.bench.encoders.texts import ENCODERS, measure_encoder, usual_encoders
+    from accel.bench.encoders.texts import ENCODERS, measure_encoder
 
-    place = parse_device(device)
-    if unknown := [one for one in names or () if one not in ENCODERS]:
-        raise typer.BadParameter(f"{unknown[0]!r} is none of {', '.join(ENCODERS)}")
+    place, chosen = chosen_models(names, device, ENCODERS)
     shown = results.new_table("", "model", "way", "tokens/s", "ms", "query ms", "error", "cosine off", left=2)
 
     def told(row: dict) -> Iterator[tuple[str, ...]]:
@@ -41,7 +39,7 @@ def bench_encoders(
 
     measure = partial(measure_encoder, count=texts, size=batch, compiled=compiled, budget_s=budget, int8=int8)
     about = "text encoders over texts of different lengths, by stock and by accel"
-    measure_each("encoders", about, names or usual_encoders(place), place, out, measure, told, shown)
+    measure_each("encoders", about, chosen, place, out, measure, told, shown)
 
 
 def bench_vision(
@@ -59,9 +57,7 @@ def bench_vision(
     from accel.bench import results
     from accel.bench.encoders.vision import VISION, measure_vision
 
-    place = parse_device(device)
-    if unknown := [one for one in names or () if one not in VISION]:
-        raise typer.BadParameter(f"{unknown[0]!r} is none of {', '.join(VISION)}")
+    place, chosen = chosen_models(names, device, VISION)
     sizes = [int(part) for part in batch.split(",") if part.strip().isdigit()]
     if len(sizes) < len(batch.split(",")) or min(sizes) < 1:
         raise typer.BadParameter("give whole numbers from 1 on, with commas between them")
@@ -73,14 +69,13 @@ def bench_vision(
                 cells = (one["images_s"], "{:,.0f}"), (one["median_ms"], "{:,.2f}"), (part["errors"].get(way), "{:.1e}")
                 yield str(part["batch"]), way, *(results.cell(*pair) for pair in cells)
 
-    usual = [one for one in VISION if (one == "tiny-vit") != (place.type == "cuda")]
     measure = partial(measure_vision, batches=sizes, compiled=compiled, budget_s=budget)
     about = "vision transformers over batches of images, by stock and by accel"
-    measure_each("vision", about, names or usual, place, out, measure, told, shown)
+    measure_each("vision", about, chosen, place, out, measure, told, shown)
 
 
 def bench_pictures(
-    names: Annotated[list[str] | None, typer.Argument(help="such as qwen3-vl-2b; qwen2.5-vl-7b by default")] = None,
+    names: Annotated[list[str] | None, typer.Argument(help="such as qwen3-vl-2b; all by default")] = None,
     budget: Annotated[float, typer.Option(min=0.0, help="seconds a way and kind of call, about")] = 2.0,
     out: Annotated[Path, typer.Option(help="folder for the JSON file")] = Path("benchmarks/results"),
     device: Annotated[str | None, typer.Option(help=DEVICE_HELP)] = None,
@@ -92,19 +87,16 @@ def bench_pictures(
     from accel.bench import results
     from accel.bench.encoders.pictures import MODELS, measure_pictures
 
-    place = parse_device(device)
-    if unknown := [one for one in names or () if one not in MODELS]:
-        raise typer.BadParameter(f"{unknown[0]!r} is none of {', '.join(MODELS)}")
+    place, chosen = chosen_models(names, device, MODELS)
     shown = results.new_table("", "model", "call", "stock ms", "accel ms", left=2)
 
     def told(row: dict) -> Iterator[tuple[str, ...]]:
         for kind, ways in row["pictures"].items():
             yield kind, *(results.cell(ways[way]["median_ms"], "{:,.2f}") for way in ("stock", "accel"))
 
-    usual = ["qwen2.5-vl-7b" if place.type == "cuda" else "tiny-vl"]
     about = "prompts with pictures, by stock and by accel"
     measure = partial(measure_pictures, budget_s=budget)
-    measure_each("pictures", about, names or usual, place, out, measure, told, shown)
+    measure_each("pictures", about, chosen, place, out, measure, told, shown)
 
 
 def bench_speech(
@@ -122,9 +114,7 @@ def bench_speech(
     from accel.bench import results
     from accel.bench.encoders.speech import SPEECH, measure_speech
 
-    place = parse_device(device)
-    if unknown := [one for one in names or () if one not in SPEECH]:
-        raise typer.BadParameter(f"{unknown[0]!r} is none of {', '.join(SPEECH)}")
+    place, chosen = chosen_models(names, device, SPEECH)
     shown = results.new_table("", "model", "call", "way", "ms", "x real time", "same tokens", left=3)
 
     def told(row: dict) -> Iterator[tuple[str, ...]]:
@@ -133,8 +123,6 @@ def bench_speech(
                 cells = (one["median_ms"], "{:,.1f}"), (one["real_time"], "{:,.0f}"), (part["same"], "{:.1%}")
                 yield part["call"], way, *(results.cell(*pair) for pair in cells)
 
-    usual = [one for one in SPEECH if (one == "tiny") != (place.type == "cuda")]
     measure = partial(measure_speech, clips=clips, windows=windows, budget_s=budget)
-    measure_each(
-        "speech", "Whisper's generate(), by stock and by accel", names or usual, place, out, measure, told, shown
-    )
+    about = "Whisper's generate(), by stock and by accel"
+    measure_each("speech", about, chosen, place, out, measure, told, shown)
