@@ -40,7 +40,7 @@ def vae_call(model):
     return model(torch.linspace(-1, 1, 2 * 3 * 16 * 16).view(2, 3, 16, 16)).sample
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(3)
 @pytest.mark.parametrize(
     ("model", "options", "call"),
     [

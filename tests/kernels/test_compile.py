@@ -25,7 +25,7 @@ elsewhere = {"skinny_wgmma_kernel", "gemv_mma_kernel"}  # tests of their own com
 ways = configurations([card], dtypes=1, share=1 if everything else 2)
 first = {launch.name: launch for launch in reversed(ways.values())}
 assert elsewhere <= first.keys()
-chosen = sampled({launch.way: launch for launch in first.values()}, len(first) if everything else 16)
+chosen = sampled({launch.way: launch for launch in first.values()}, len(first) if everything else 10)
 rows = examined((launch for launch in chosen if launch.name not in elsewhere), card, whole=False)
 for launch in first.values():
     if launch not in chosen:
@@ -51,7 +51,7 @@ print(len(ways), len(rows))
 def test_kernels_compile(tmp_path: Path):
     """Every kernel is read; a share of them, or all, is made code of."""
     kernels, compiled = map(int, in_a_process(EACH, tmp_path, *["all"] * EVERYTHING).split())
-    assert kernels >= 68 and compiled >= 14
+    assert kernels >= 68 and compiled >= 8
 
 
 @pytest.mark.parametrize("arch", [75, 80, 86, 89, 90, 100, 120])

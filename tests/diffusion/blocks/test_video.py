@@ -71,7 +71,7 @@ def test_decoded_and_encoded_as_stock_does(pair, family):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.share(3)
+@pytest.mark.share(5)
 def test_in_16_bits_the_error_is_at_most_twice_stocks(family, dtype):
     exact = make_video(family)
     z = latents(exact).to(dtype)

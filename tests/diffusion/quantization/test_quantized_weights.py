@@ -35,7 +35,7 @@ WAYS = [
 
 @pytest.mark.parametrize(("weights", "activations"), WAYS)
 @pytest.mark.parametrize("name", [*UNETS, *DITS])
-@pytest.mark.share(8)
+@pytest.mark.share(12)
 def test_equals_stock_over_its_weights_and_rows(name, weights, activations, tiny, unet_and_inputs, in_double):
     """In float64 where rows are rounded: rounding before it would put numbers next to a half to the other side."""
     rounds = activations is not None
@@ -83,7 +83,7 @@ def test_in_half_precision_as_near_to_the_truth_as_stock(name, dtype, tiny, unet
     assert accel.verify(model).passed
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(3)
 def test_everything_that_is_fused_takes_quantized_linears(family, unet):
     plain, model = accel.optimize(unet(family)), accel.optimize(unet(family), weights="int8")
     assert {rule: sites(model, rule) for rule in FUSED} == {rule: sites(plain, rule) for rule in FUSED}

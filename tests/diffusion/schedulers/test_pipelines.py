@@ -168,7 +168,7 @@ def check(got, wanted, scheduler, dtype=torch.float32, **call):
 
 
 @pytest.mark.parametrize(("name", "case"), all_cases(), ids=label)
-@pytest.mark.share(8)
+@pytest.mark.share(12)
 def test_every_option(name, case):
     config, call = split(case)
     scheduler = make(name, **config)
@@ -213,7 +213,7 @@ def test_half_precision(name, dtype):
         if EVERYTHING or begin is (turn % 2 > 0)
     ],
 )
-@pytest.mark.share(2)
+@pytest.mark.share(3)
 def test_image_to_image(name, begin):
     """A slice of the timesteps, an image with noise added; twice, with another number of steps, then from the start."""
     scheduler = make(name)

@@ -23,7 +23,7 @@ from support.diffusion.oracles import STEPS, agree, loop, reasons
     ],
     ids=["elements", "ints", "floats", "tensors", "expanded", "inversion"],
 )
-@pytest.mark.share(2)
+@pytest.mark.share(3)
 def test_kinds_of_timesteps(cached, tiny, steps):
     model, oracle = cached()
     for _ in range(2):

@@ -41,7 +41,7 @@ def pair_of():
 
 @pytest.mark.parametrize("lengths", [*((one,) for one in LENGTHS), (9, 5), (16, 1, 7), (31, 33), (20, 20)], ids=str)
 @pytest.mark.parametrize("name", SOME)
-@pytest.mark.share(8)
+@pytest.mark.share(12)
 def test_logits_and_the_steps_after(name, lengths, pair_of):
     """Of one row without a mask; of several padded on the left."""
     ours, stock = pair_of(name)
@@ -52,7 +52,7 @@ def test_logits_and_the_steps_after(name, lengths, pair_of):
 
 
 @pytest.mark.parametrize(("name", "mode"), [*every(2, FAST, ["greedy-padded"]), *every(4, FAST, ["greedy"])], ids=str)
-@pytest.mark.share(6)
+@pytest.mark.share(9)
 def test_every_family(name, mode, pair_of):
     """That the filling is taken, or that the family stays out, is what its way of being called says."""
     ours, stock = pair_of(name)
@@ -70,7 +70,7 @@ CALLS = (
 
 @pytest.mark.parametrize("mode", [MODE[name] for name in CALLS], ids=str)
 @pytest.mark.parametrize("name", ["llama", "mistral", "gpt2"])
-@pytest.mark.share(4)
+@pytest.mark.share(6)
 def test_ways_of_generating(name, mode, pair_of):
     ours, stock = pair_of(name)
     inputs = padded(mode.lengths)

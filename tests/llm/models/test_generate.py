@@ -123,7 +123,7 @@ def test_beside_a_lora_that_is_not_merged_all_stays_fused(pair):
 
 
 @pytest.mark.parametrize("name", FAST)
-@pytest.mark.share(8)
+@pytest.mark.share(12)
 def test_nothing_falls_back_where_nothing_has_to(name, pair_of):
     """In every fourth of the modes that the product of families and modes leaves out."""
     ours, _ = pair_of(name)

@@ -72,7 +72,7 @@ def test_a_cache_is_freed_with_its_last_user(name, pair_of, few_objects):
 
 
 @pytest.mark.parametrize("name", CORE)
-@pytest.mark.share(4)
+@pytest.mark.share(6)
 def test_a_cache_that_is_kept_stays_as_it_is(name, pair_of):
     """Whatever else is generated meanwhile; then the conversation goes on."""
     ours, stock = pair_of(name)

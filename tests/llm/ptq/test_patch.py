@@ -84,7 +84,7 @@ def test_a_second_optimize_plans_anew(first, then):
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 @pytest.mark.parametrize("name", ["qwen2", "gpt-oss"])
 @pytest.mark.parametrize("weights", ["int8", "int4-g32-asym", "fp8"])
-@pytest.mark.share(3)
+@pytest.mark.share(5)
 def test_a_copy_is_quantized_by_itself(copied, name, weights):
     model, stock = pair(name, weights=weights)
     ids, mask = padded()

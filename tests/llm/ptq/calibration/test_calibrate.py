@@ -82,7 +82,7 @@ def test_where_the_model_does_something_between_its_layers_they_are_given_that()
 
 @pytest.mark.parametrize(("method", "scheme"), ALL, ids=METHODS)
 @pytest.mark.parametrize("name", ["llama-biases", "gpt2", "phi", "mixtral", "qwen2-moe", "codegen", "jamba"])
-@pytest.mark.share(6)
+@pytest.mark.share(9)
 def test_the_model_is_left_as_the_results_say_and_nothing_else_is_changed(name, method, scheme):
     stock = make(name)
     model = copy.deepcopy(stock)
@@ -139,7 +139,7 @@ def test_one_token_is_enough_to_run(method, scheme):
 
 @pytest.mark.parametrize(("method", "scheme"), ALL, ids=METHODS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.share(3)
+@pytest.mark.share(5)
 def test_in_half_precision(method, scheme, dtype):
     (exact, *_), (result, *_) = (run(make("llama-biases", dtype=one), method, scheme) for one in (torch.float32, dtype))
     assert abs(result.sqnr_db - exact.sqnr_db) < (1.0 if scheme == INT4 else 3.0)

@@ -101,7 +101,7 @@ def logits(model) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("name",), every(2, FAST))
-@pytest.mark.share(4)
+@pytest.mark.share(6)
 def test_the_folded_model_computes_the_same(name):
     stock = make(name)
     model = copy.deepcopy(stock)

@@ -45,7 +45,7 @@ def loans(monkeypatch):
 
 @pytest.mark.parametrize(("scheme", "method", "activations"), WAYS)
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-@pytest.mark.share(3)
+@pytest.mark.share(5)
 def test_the_same_comes_of_it(name, scheme, method, activations, loans):
     stock = make(name)
     given = {"calibration": None if method == "rtn" else DATA, "method": method, "activations": activations}

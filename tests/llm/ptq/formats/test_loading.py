@@ -50,7 +50,7 @@ FAMILIES = ("llama-biases", "llama-tied", "gpt-neox", "mixtral", "falcon-grouped
         {*in_turn(FAMILIES, SCHEMES), *((name, scheme) for name in ("llama-tied", "mixtral") for scheme in SCHEMES)}
     ),
 )
-@pytest.mark.share(3)
+@pytest.mark.share(5)
 def test_the_same_model(name, scheme, saved, monkeypatch):
     from transformers.quantizers import auto
 

@@ -110,7 +110,7 @@ def test_numbers_are_never_held_twice(kind, activations, folders):
 
 @pytest.mark.parametrize("name", ["llama", "llama-biases"])
 @pytest.mark.parametrize("kind", [*KINDS, "gptq-symmetric", "gptq-8", "gptq-8-v2", "gptq-packs"])
-@pytest.mark.share(3)
+@pytest.mark.share(5)
 def test_other_layouts_are_repacked(kind, name):
     model, twin = prequantized(kind, name)
     held = {key: (id(value), value.clone()) for key, value in (*model.named_parameters(), *model.named_buffers())}
