@@ -66,7 +66,7 @@ def same_state(before: list[dict], after: list[dict]) -> None:
 
 
 @pytest.mark.parametrize("name", TARGETS)
-@pytest.mark.share(1)
+@pytest.mark.share(2)
 @pytest.mark.filterwarnings("ignore")
 def test_what_holds_models(name, alone, calls, loops):
     count, make_target = TARGETS[name]
