@@ -115,8 +115,12 @@ class BidirectionalSpec(SoftmaxSpec):
     @classmethod
     def _of_own_code(cls, layer: LayerRecord, record: Record, attended: OwnAttended) -> UnderstoodAttention:
         """Of a model that does not attend by transformers' interface."""
-        reaches = {reach_of(function) for _, function in record.masks} or {None}
-        if attended.causal and reaches <= {None, (None, 0)}:
+        hidden, keys = attended.mask, layer.cached.keys.shape[2]
+        made = [(mask, function) for mask, function in record.masks if _of(mask, attended.query.shape[2], keys)]
+        if hidden is not None:
+            made = [one for one in made if one[0] is not None and torch.equal(_hides(one[0]), hidden)]
+        reaches = {reach_of(function) for _, function in made} or ({None} if hidden is None else set())
+        if not reaches and hidden is not None and bool(hidden.eq(torch.ones_like(hidden).triu(1)).all()):
             reaches = {(None, 0)}
         if len(reaches) == 1:
             bias = PositionBias(attended.bias) if attended.bias else None
@@ -128,6 +132,16 @@ class BidirectionalSpec(SoftmaxSpec):
 
     def bind(self, kernels: Kernels, layer: nn.Module, stack: bool) -> BoundSoftmaxAttention:
         return BoundBidirectionalAttention(kernels, layer, self, stack)
+
+
+def _of(mask: torch.Tensor | None, queries: int, keys: int) -> bool:
+    """Whether a mask is one of so many queries and keys, as far as can be seen."""
+    return mask is None or mask.shape[-2:] == (queries, keys)
+
+
+def _hides(mask: torch.Tensor) -> torch.Tensor:
+    """Where a mask that is added to scores hides them."""
+    return mask < torch.finfo(mask.dtype).min / 2
 
 
 def _hides_nothing(mask: torch.Tensor | None) -> bool:

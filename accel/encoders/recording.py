@@ -105,7 +105,18 @@ class EncoderRecorder(Recorder):
                 now.output = torch.cat([self.before.output, now.output], dim=1)
             self.record.ends = [*(self.record.ends if before is not None else [0]), now.query.shape[2]]
             layer.stored, self.before = held, now
+            self._without_padding(layer)
         return result
+
+    def _without_padding(self, layer: LayerRecord) -> None:
+        """Leaves out channels of heads that are zeros in queries, keys and values alike, as Moonshine adds."""
+        held, now = layer.stored, layer.attended
+        assert held is not None and now is not None
+        used = [t.flatten(0, -2).any(0).nonzero().amax(0, keepdim=True) for t in (now.query, held.keys, held.values)]
+        dim = int(torch.cat(used).amax()) + 1 if all(map(len, used)) else now.query.shape[-1]
+        if dim < now.query.shape[-1] and now.options.get("scaling") is not None:
+            now.query, now.output = now.query[..., :dim], now.output[..., :dim]
+            layer.stored = held._replace(keys=held.keys[..., :dim], values=held.values[..., :dim])
 
 
 def layers_in(model: nn.Module, stack: str) -> dict[str, nn.Module]:

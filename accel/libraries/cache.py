@@ -46,6 +46,8 @@ SOUGHT = f"no parameter is annotated as one, or named {', '.join(NAMES[:-1])} or
 # Of encoder-decoder models.
 TOKENS, POSITIONS, MASK = "decoder_input_ids", "decoder_position_ids", "decoder_attention_mask"
 ENCODED, ENCODER_MASK = "encoder_outputs", "attention_mask"
+MASK_BESIDE = "attention_mask"  # a field of what some encoders give
+MASK_OF_FRAMES = "_get_feature_vector_attention_mask"  # a method: the mask of an encoder's tokens, by one of frames
 KEPT = ("hidden_states", "attentions")  # of what the encoder gave: fields that an output hands on under other names
 
 
@@ -144,9 +146,11 @@ class Encoded(BaseModelOutput):
     attention_mask = router_logits = None
 
 
-def encoded(hidden: Any) -> BaseModelOutput:
-    """What an encoder gives."""
-    return Encoded(last_hidden_state=hidden)
+def encoded(hidden: Any, mask: Any = None) -> BaseModelOutput:
+    """What an encoder gives. mask: beside it."""
+    found = Encoded(last_hidden_state=hidden)
+    found.attention_mask = mask
+    return found
 
 
 def pair_of(own: list[Any], cross: list[Any]) -> EncoderDecoderCache:

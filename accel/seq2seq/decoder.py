@@ -38,9 +38,8 @@ from accel.patching.structure import foreign_hooks
 from accel.seq2seq.fixed_memory import CROSS, OWN, FixedMemory, HeldLayer, Holding, Length
 from accel.seq2seq.layers import DecoderLayerForward
 from accel.seq2seq.memory_attention import MemoryStep, hiding
-from accel.seq2seq.step_inputs import TextStep, step_behind
+from accel.seq2seq.step_inputs import Masks, TextStep, step_behind
 
-MASK_BESIDE = "attention_mask"  # a field of what some encoders give
 KNOWN = {TOKENS, ENCODED, ENCODER_MASK, MASK, POSITIONS, "use_cache", "return_dict"}
 FIRST = 8  # tokens that a text may begin with, to be run one by one
 RECENT = 1.0  # seconds since a step, after which a text counts as ended
@@ -49,9 +48,9 @@ RECENT = 1.0  # seconds since a step, after which a text counts as ended
 class Seq2SeqForward(FastForward):
     """Steps run the model's own code over a cache at fixed addresses, whose lengths are numbers on the device.
 
-    masked: the decoder reads the mask of the encoder's tokens; else it reads all of them. padded: it reads one of its
-    own. output: the class of what a call returns. layers: fused in steps; none where they are not understood. begins:
-    a few first tokens may be so many steps too. apart: weights stay where they are, as layers are tried.
+    masks: that the decoder reads. output: the class of what a call returns; width: of what the encoder gives. layers:
+    fused in steps; none where they are not understood. whole: steps may also run the model's own code all through.
+    begins: a few first tokens may be so many steps too. apart: weights stay where they are, as layers are tried.
     """
 
     captures = False  # the encoder and the prompt are run one by one, in which lone sites must pay
@@ -69,11 +68,12 @@ class Seq2SeqForward(FastForward):
         "beams",
     )
     runner: GraphRunner | None
-    masked = False
-    padded = False
+    masks = Masks()
+    whole = True
     begins = False
     apart = False
     output: type
+    width: int
     layers: Sequence[DecoderLayerForward] = ()
     steps: ForwardContext
     seen: Fingerprint | None
@@ -160,7 +160,7 @@ class Seq2SeqForward(FastForward):
         return logits
 
     def _told(self, given: dict[str, Any], start: int, length: int) -> TextStep:
-        return step_behind(self.module, given, start, length, self.masked, self.padded)
+        return step_behind(self.module, given, start, length, self.masks)
 
     def _begun(self, holding: Holding, hidden: torch.Tensor, told: list[TextStep]) -> torch.Tensor:
         for layer, kept in zip(self.layers, holding.kept[CROSS], strict=True):
@@ -216,8 +216,6 @@ class Seq2SeqForward(FastForward):
             raise Unfit("more than one token of the decoder behind others")
         if given.get("use_cache") is False or not hasattr(encoder, "last_hidden_state"):
             raise Unfit("no cache, or nothing that an encoder gave")
-        if getattr(encoder, MASK_BESIDE, None) is not None:
-            raise Unfit("a mask beside what the encoder gave")
 
     def _logits(self, layers: tuple[list, list], given: dict[str, Any]) -> torch.Tensor:
         keys, length = layers[OWN][0].keys, layers[CROSS][0].get_seq_length()
@@ -227,8 +225,8 @@ class Seq2SeqForward(FastForward):
             raise Unfit("a cache of another number of rows")
         step = self._told(given, layers[OWN][0].get_seq_length(), length)
         holding = self._held(layers, step, self._beams_of(given[ENCODED].last_hidden_state))
-        if holding.beams > 1 and not self._ready(step.rooms[OWN]):
-            raise Unfit("beams that share memory, and layers that run their own code")
+        if (holding.beams > 1 or not self.whole) and not self._ready(step.rooms[OWN]):
+            raise Unfit("its layers run their own code, which does not know the memory of steps")
         return self._next(holding, step)
 
     def _beams_of(self, hidden: torch.Tensor) -> int:
@@ -304,16 +302,17 @@ class Seq2SeqForward(FastForward):
         seen = seen if padding is None else seen & padding.bool()
         # What the encoder gave is in the cache: of this the model reads the shape alone, or the trial has failed.
         nothing = torch.full((1, 1, 1), torch.nan, dtype=dtype, device=tokens.device)
-        width = self.module.get_encoder().config.hidden_size
+        hidden = None if mask is None else hiding(mask.bool(), dtype)
+        beside = self.masks.beside
         given = {
             TOKENS: tokens,
-            ENCODED: encoded(nothing.expand(rows, holding.room(CROSS), width)),
+            ENCODED: encoded(nothing.expand(rows, holding.room(CROSS), self.width), hidden if beside else None),
             MASK: hiding(seen, dtype),
             self.cache_name: holding.shown,
             "use_cache": True,
             "return_dict": True,
         }
-        given |= {} if mask is None else {ENCODER_MASK: hiding(mask.bool(), dtype)}
+        given |= {} if hidden is None or beside else {ENCODER_MASK: hidden}
         given |= {} if positions is None else {POSITIONS: positions}
         fused = self._ready(holding.room(OWN))
         step = MemoryStep(self.kernels, holding, start, (padding, mask), self.biases) if fused else None

@@ -83,7 +83,17 @@ class DecoderRecorder(EncoderRecorder):
     def look(self, layer: LayerRecord, record: Record) -> None:
         if layer is not record.layers[len(self.halves)]:
             raise NotUnderstood("its layers are called in another order")
+        if layer.attended is None:
+            self._by_own_code(layer, record.layers.index(layer))
+        self.own.forget()
         self.halves.append(_halves(layer, record))
+
+    def _by_own_code(self, layer: LayerRecord, index: int) -> None:
+        """Notes attentions that do not go by transformers' interface."""
+        found = [own.attention(layer, index, self.record.biases) for own in self.own.by_module()]
+        if len(found) == 2 and found[0] is not None and found[1] is not None:
+            (attended, stored), (layer.attended, layer.stored) = found[0], found[1]
+            layer.earlier.append((stored, attended))
 
     def _attend(self, module: nn.Module, query: Any, key: Any, value: Any, *given: Any, **options: Any) -> tuple:
         if not self._elsewhere() and (before := self.current.stored) is not None:
@@ -116,7 +126,8 @@ def _check(spec: Any, part: int) -> None:
     """Raises NotUnderstood for an attention that computes what those of a step do not."""
     if spec.part != part or spec.reach != ((None, 0) if part == OWN else None):
         raise NotUnderstood("its attentions are not one to all tokens before, and one to what the encoder gave")
-    if spec.rotary is not None or spec.norms or spec.key_scale != 1.0 or (part == CROSS and spec.position_bias):
+    turned = spec.rotary is not None or spec.q_norm is not None or spec.k_norm is not None
+    if spec.norms_after or spec.key_scale != 1.0 or (part == CROSS and (spec.position_bias or turned)):
         raise NotUnderstood("its queries or keys are changed behind the projections")
 
 

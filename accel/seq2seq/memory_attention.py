@@ -14,7 +14,7 @@ from torch import nn
 
 from accel.encoders.bidirectional_attention import PLAIN, BidirectionalSpec, scale_of
 from accel.encoders.position_bias import PositionBias
-from accel.llm.attention.softmax_attention import BoundSoftmaxAttention, Formula, Parts
+from accel.llm.attention.softmax_attention import BoundSoftmaxAttention, Formula, Parts, normed
 from accel.llm.parts.part import BoundProjections, NormedInput
 from accel.llm.parts.step import Step
 from accel.llm.recording.record import Call, LayerRecord
@@ -163,11 +163,25 @@ class BoundMemoryAttention(BoundSoftmaxAttention):
     def attended(self, kernels: Kernels, step: Any, parts: Parts, kwargs: dict) -> torch.Tensor:
         """See `BoundAttention`."""
         spec, (q, k, v, _) = self.spec, parts
-        kv, bias = step.kv(spec.part, spec.index), None
+        kv, bias, rotary = step.kv(spec.part, spec.index), None, spec.rotary
         if spec.position_bias is not None:
             bias = step.biases_of(spec.position_bias)
+        (q, q_norm), (k, k_norm) = (
+            normed(t, norm) if kv is not None or norm is None else (norm(t), None)
+            for t, norm in ((q, self.q_norm), (k, self.k_norm))
+        )
+        cos = sin = None
+        if rotary is not None:
+            source = rotary.source(kwargs, self.module)
+            cos, sin = step.angles(source, rotary, lambda: rotary.angles(kwargs, self.module))
         if kv is not None:
-            return kernels.paged_attention(q, k, v, kv, spec.scale, **({} if bias is None else {"bias": bias}))
+            more = {"cos": cos, "sin": sin, "interleaved": rotary.interleaved} if rotary is not None else {}
+            more |= {"q_norm": q_norm, "k_norm": k_norm, **({} if bias is None else {"bias": bias})}
+            return kernels.paged_attention(q, k, v, kv, spec.scale, **more)
+        if rotary is not None and cos is not None and sin is not None:
+            angles = (one.expand(len(q), -1, -1)[:, 0] for one in (cos, sin))
+            turned = kernels.rotated_heads(q[:, 0], k[:, 0], *angles, interleaved=rotary.interleaved)
+            q, k = (one[:, None] for one in turned)
         memory = step.holding.kept[spec.part][spec.index]
         if k is not None and v is not None:
             for kept, new in zip(memory, (k, v), strict=True):

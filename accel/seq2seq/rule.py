@@ -1,8 +1,8 @@
 """Which encoder-decoder models have their steps run over a cache at fixed addresses, and the trial that says so."""
 
 import copy
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -20,6 +20,7 @@ from accel.libraries.cache import (
     ENCODED,
     ENCODER_MASK,
     MASK,
+    MASK_OF_FRAMES,
     TOKENS,
     DynamicCache,
     DynamicLayer,
@@ -32,12 +33,13 @@ from accel.llm.parts.step import ForwardContext
 from accel.llm.recording.record import NotUnderstood
 from accel.llm.recording.recorder import model_side_effects, resting
 from accel.patching.fast_forward import as_written
-from accel.patching.rule import Change, Context, ForwardPatch, Match, Site, Skip
+from accel.patching.rule import Change, Context, ForwardPatch, Match, Patch, Site, Skip
 from accel.patching.structure import meta_weights, placement, side_effects
 from accel.seq2seq.decoder import Seq2SeqForward
 from accel.seq2seq.fixed_memory import CROSS
 from accel.seq2seq.generate import generate_patches
 from accel.seq2seq.layers import DecoderLayerForward, understand_decoder
+from accel.seq2seq.step_inputs import MaskOfTokens
 from accel.tolerances import LOGITS, bound
 
 T = TypeVar("T")
@@ -59,21 +61,20 @@ def match_seq2seq(site: Site, context: Context) -> Match | Skip | None:
     forward = Seq2SeqForward(model, site.path, context.kernels, context.log, runner=None)
     reason = "weights are not loaded (meta device)" if meta_weights(model) else None
     reason = reason or side_effects(model) or model_side_effects(model)
-    trial, covers = None, tuple[str, ...]()
+    trial, covers, layers = None, tuple[str, ...](), ""
     try:
         if reason is None:
             trial = _try(forward, partial(StepTrial.of, forward))
     except NotUnderstood as error:
         reason = str(error)
+    try:
+        if trial is not None:
+            covers, layers = (_understand(forward, trial, context),), "fused"
+    except NotUnderstood as error:
+        reason, layers = trial.reason, f"in the model's own code: {error}"
     if reason is not None:
         # With strict=True its encoder, and norms, count as nothing left out.
         return None if context.options.strict else Skip(f"its steps run stock: {reason}")
-    assert trial is not None
-    try:
-        covers = (_understand(forward, trial, context),)
-        layers = "fused"
-    except NotUnderstood as error:
-        layers = f"in the model's own code: {error}"
     patches: list[Change] = [*_patches(forward), *generate_patches(forward)]
     patches += [Stacked(linears) for layer in forward.layers for linears in layer.all_stacks()]
     keep = context.options.graphs is True
@@ -98,11 +99,7 @@ def _understand(forward: Seq2SeqForward, trial: "StepTrial", context: Context) -
     ]
     forward.layers, forward.apart = layers, True
     try:
-        with ExitStack() as undo:
-            for patch in _patches(forward):
-                patch.apply()
-                undo.callback(patch.undo)
-            _try(forward, trial.again)
+        _try(forward, trial.again)
     except NotUnderstood:
         forward.layers, forward.begins = (), False
         raise
@@ -111,8 +108,22 @@ def _understand(forward: Seq2SeqForward, trial: "StepTrial", context: Context) -
     return stack
 
 
-def _patches(forward: Seq2SeqForward) -> list[ForwardPatch]:
-    return [ForwardPatch(one.module, one) for one in forward.layers]
+def _patches(forward: Seq2SeqForward) -> list[Patch]:
+    """What steps need on the model."""
+    frames = [one for one in forward.module.modules() if hasattr(type(one), MASK_OF_FRAMES)]
+    frames = frames if forward.masks.frames is not None else []
+    masks = [Patch(one, MASK_OF_FRAMES, MaskOfTokens(one)) for one in frames]
+    return [*masks, *(ForwardPatch(one.module, one) for one in forward.layers)]
+
+
+@contextmanager
+def patched(forward: Seq2SeqForward) -> Iterator[None]:
+    """Inside, the model has what steps need."""
+    with ExitStack() as undo:
+        for patch in _patches(forward):
+            patch.apply()
+            undo.callback(patch.undo)
+        yield
 
 
 class Waits(TorchDispatchMode):
@@ -150,7 +161,8 @@ class StepTrial:
             raise NotUnderstood("its encoder's width, or its decoder's table of words, is in another place")
         if any(type(layer) is not DynamicLayer for layer in DynamicCache(config=model.get_decoder().config).layers):
             raise NotUnderstood("its cache keeps other things than keys and values of all tokens")  # as of a window
-        self.forward = forward
+        self.forward, forward.width = forward, width
+        self.reason: str | None = None  # why the model's own code computes no steps
         self.hidden = torch.randn(ROWS, FRAMES, width, generator=generator, device="cpu").to(device, dtype)
         shape = (ROWS, BEGUN + STEPS)
         self.ids = torch.randint(words.shape[0], shape, generator=generator, device="cpu").to(device)
@@ -168,14 +180,33 @@ class StepTrial:
         mask[1, FRAMES // 2 :] = 0
         plain, hiding = self.stock({}, 1), self.stock({ENCODER_MASK: mask}, STEPS)
         forward.output = type(plain.wanted[0])
-        forward.masked = not (_same(plain, hiding) and self.ignores_masks(plain))
-        self.compare(plain)
-        self.compare(hiding)
-        self.texts = [plain, hiding]
-        forward.padded = MASK in forward.names and self.pads()
+        encoder = not (_same(plain, hiding) and self.ignores_masks(plain))
+        makers = [one for one in forward.module.modules() if hasattr(type(one), MASK_OF_FRAMES)]
+        frames = MaskOfTokens(makers[0]) if makers and encoder else None
+        self.texts, forward.masks = [plain, hiding], forward.masks._replace(encoder=encoder, frames=frames)
+        if not encoder:
+            beside = self.stock({ENCODED: encoded(self.hidden, mask)}, STEPS)
+            forward.masks = forward.masks._replace(beside=not _same(plain, beside))
+            self.texts += [beside] if forward.masks.beside else []
+        with patched(forward):
+            try:
+                for text in self.texts:
+                    self.compare(text)
+            except Exception as error:  # whatever a forward may raise
+                known = isinstance(error, NotUnderstood | Unfit)
+                self.reason = str(error) if known else f"the trial raised {reason_of(error)}"
+                forward.whole = False
+            else:
+                self.pads()
 
     def again(self) -> None:
         """Compares the same texts, by layers that are fused."""
+        with patched(self.forward):
+            self._again()
+
+    def _again(self) -> None:
+        if not self.forward.whole:
+            self.pads()
         for text in self.texts:
             self.compare(text)
             if self.forward.reason is not None:
@@ -200,7 +231,8 @@ class StepTrial:
 
     def call(self, more: dict, begin: int, end: int, cache: Any) -> dict[str, Any]:
         """The keywords of a call with these tokens."""
-        given = {TOKENS: self.ids[:, begin:end], ENCODED: encoded(self.hidden), self.forward.cache_name: cache, **more}
+        given = {TOKENS: self.ids[:, begin:end], ENCODED: encoded(self.hidden)} | more
+        given[self.forward.cache_name] = cache
         padding = {MASK: more[MASK][:, :end]} if MASK in more else {}
         return given | padding | {"use_cache": True, "return_dict": True}
 
@@ -231,19 +263,19 @@ class StepTrial:
             reason_of(error)
             return False
 
-    def pads(self) -> bool:
-        """Whether a mask of the decoder's tokens hides the first ones."""
-        padding = torch.ones_like(self.ids)
+    def pads(self) -> None:
+        """Finds out whether a mask of the decoder's tokens hides the first ones."""
+        before, padding = self.forward.masks, torch.ones_like(self.ids)
         padding[1, : BEGUN - 1] = 0
-        self.forward.padded = True
         try:
-            padded = self.stock({MASK: padding}, 1)
-            self.compare(padded)
+            if MASK in self.forward.names:
+                self.forward.masks = before._replace(own=True)
+                padded = self.stock({MASK: padding}, 1)
+                self.compare(padded)
+                self.texts.append(padded)
         except Exception as error:  # stock refuses it, or takes it in another way
             reason_of(error)
-            return False
-        self.texts.append(padded)
-        return True
+            self.forward.masks = before
 
 
 def _agree(ours: Any, theirs: Any) -> None:

@@ -6,12 +6,41 @@ import torch
 
 from accel.errors import Unfit
 from accel.libraries.attention import ATTENTION
-from accel.libraries.cache import ENCODED, ENCODER_MASK, MASK, POSITIONS, TOKENS
+from accel.libraries.cache import ENCODED, ENCODER_MASK, MASK, MASK_BESIDE, MASK_OF_FRAMES, POSITIONS, TOKENS
+from accel.patching.owner import InstanceMethod
 from accel.seq2seq.fixed_memory import CROSS, OWN
 
 ROOMS, TIMES = 128, 4  # tokens of the decoder that there is room for, and how many times as many next
 STEP = 64  # tokens of an encoder are rounded up to a multiple of this, or of an eighth
 TAKES_MASKS = ("sdpa", "eager")  # attentions that add a mask of numbers to the scores
+
+
+class MaskOfTokens(InstanceMethod):
+    """Stands for the method of a module by which its model makes one of frames: a mask of scores it leaves alone."""
+
+    name = MASK_OF_FRAMES
+
+    def __init__(self, module: Any):
+        self.module = module
+
+    @property
+    def owner(self) -> Any:
+        return self.module
+
+    def call(self, length: int, mask: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """length: of the encoder. mask: (rows, frames), or what is added to scores, of four dimensions."""
+        return mask if mask.dim() == 4 else self.stock(length, mask, *args, **kwargs)
+
+
+class Masks(NamedTuple):
+    """Which masks a model reads. encoder: of the encoder's tokens, else all count; beside: that is what the encoder
+    gave; frames: what makes it of a mask of frames. own: of the decoder's tokens.
+    """
+
+    encoder: bool = False
+    beside: bool = False
+    own: bool = False
+    frames: MaskOfTokens | None = None
 
 
 class Given(NamedTuple):
@@ -40,13 +69,19 @@ class TextStep(NamedTuple):
         return len(self.given.tokens), self.rooms, *(one is None for one in self.given[2:])
 
 
-def step_behind(model: Any, given: dict[str, Any], start: int, length: int, masked: bool, padded: bool) -> TextStep:
+def step_behind(model: Any, given: dict[str, Any], start: int, length: int, masks: Masks) -> TextStep:
     """The step that a call of one token stands for. Raises Unfit where it is none.
 
-    given: the call's keywords; start: tokens before it; length: of the encoder. masked, padded: see `Seq2SeqForward`.
+    given: the call's keywords; start: tokens before it; length: of the encoder.
     """
-    tokens, encoder, mask = given[TOKENS], given[ENCODED].last_hidden_state, given.get(ENCODER_MASK)
-    rows, mask = tokens.shape[0], mask if masked else None
+    tokens, encoder = given[TOKENS], given[ENCODED].last_hidden_state
+    rows, mask = tokens.shape[0], getattr(given[ENCODED], MASK_BESIDE, None)
+    if mask is not None and not masks.beside:
+        raise Unfit("a mask beside what the encoder gave")
+    if not masks.beside:
+        mask = given.get(ENCODER_MASK) if masks.encoder else None
+    if mask is not None and masks.frames is not None:
+        mask = masks.frames.stock(length, mask)
     if tokens.device != next(model.parameters()).device:
         raise Unfit("tokens on another device than the model")
     if encoder.shape[:2] != (rows, length):
@@ -54,15 +89,15 @@ def step_behind(model: Any, given: dict[str, Any], start: int, length: int, mask
     if mask is not None and (type(mask) is not torch.Tensor or mask.shape != (rows, length)):
         raise Unfit("a mask of the encoder's tokens in another form than (rows, tokens)")
     padding, positions = given.get(MASK), given.get(POSITIONS)
-    if padding is not None and (not padded or padding.shape != (rows, start + 1)):
+    if padding is not None and (not masks.own or padding.shape != (rows, start + 1)):
         raise Unfit("a mask of the decoder's tokens in another form than (rows, tokens)")
     if positions is not None and positions.shape != (rows, 1):
         raise Unfit("positions in another form than (rows, 1)")
-    config = model.get_decoder().config
+    config = getattr(model.get_decoder(), "config", model.config)
     attention, most = getattr(config, ATTENTION, None), getattr(config, "max_position_embeddings", None)
     if attention not in TAKES_MASKS:
         raise Unfit("an attention that takes other masks")
-    rooms = room_for(start + 1, most), room_of(length) if masked else length
+    rooms = room_for(start + 1, most), room_of(length) if masks.encoder or masks.beside else length
     if mask is None and rooms[CROSS] != length:
         mask = tokens.new_ones(rows, length)
     step = Given(
