@@ -23,6 +23,7 @@ MODE_ARGUMENTS, INPUTS = "_extract_generation_mode_kwargs", "_prepare_model_inpu
 POSITIONS = "_prepare_position_ids_for_generation"
 CACHE, PROCESSORS, CRITERIA = "_prepare_cache_for_generation", "_get_logits_processor", "_get_stopping_criteria"
 LOOP, DECODING, UNFINISHED = "_sample", "_optimize_model_for_decode", "_has_unfinished_sequences"
+BEAMS = "_beam_search"  # in place of LOOP
 # What encodes pictures before the prompt is read, and the argument by which the model is given what came out.
 ENCODE, ENCODED = "_maybe_prepare_encoder_kwargs_for_generation", "mm_encoder_outputs"
 PREPARE, UPDATE = "prepare_inputs_for_generation", "_update_model_kwargs_for_generation"
@@ -35,7 +36,7 @@ PAD_TENSOR = "_pad_token_tensor"  # of a configuration: what generate() puts beh
 # put there later, for all models, is somebody's own.
 STEPS = (LOOP, UPDATE)
 AS_IMPORTED = MappingProxyType(
-    {name: getattr(GenerationMixin, name) for name in (PREPARE, *STEPS, UNFINISHED, DECODING)}
+    {name: getattr(GenerationMixin, name) for name in (PREPARE, *STEPS, BEAMS, UNFINISHED, DECODING)}
 )
 
 # Arguments of a model that generate() and its callers know, besides the cache; of a step, which follow from the step

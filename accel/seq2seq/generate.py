@@ -5,6 +5,7 @@ nobody else sees them, its few heads that align are computed once, over all toke
 """
 
 import threading
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from accel.fusion.loop import PerThread
 from accel.libraries.cache import ENCODED, MASK, encoded
 from accel.libraries.generation import (
     AS_IMPORTED,
+    BEAMS,
     FALLBACK,
     FOR_OTHER_LOOPS,
     LOOP,
@@ -27,7 +29,7 @@ from accel.patching.fast_forward import as_written
 from accel.patching.owner import InstanceMethod
 from accel.patching.rule import Patch
 from accel.seq2seq.decoder import Seq2SeqForward
-from accel.seq2seq.late_check import LATE_LOOP, may_be_late
+from accel.seq2seq.late_check import LATE_LOOP, unseen
 from accel.seq2seq.timestamps import TimestampRule
 
 MODES = ("greedy_search", "sample", "beam_search", "beam_sample")
@@ -74,12 +76,13 @@ class Decoding:
         processors = LogitsProcessorList(
             TimestampRule(one) if type(one) is WhisperTimeStampLogitsProcessor else one for one in logits_processor
         )
-        usual = method is AS_IMPORTED[LOOP]
-        if LATE_LOOP is not None and usual and may_be_late(model, processors, stopping_criteria):
+        alone = method in (AS_IMPORTED[LOOP], AS_IMPORTED[BEAMS]) and unseen(model, processors, stopping_criteria)
+        if LATE_LOOP is not None and alone and method is AS_IMPORTED[LOOP]:
             method = LATE_LOOP
         call = {"logits_processor": processors, "stopping_criteria": stopping_criteria}
         call |= {"generation_config": generation_config}
-        with self.forward.told_beams(kwargs, generation_config):
+        unwatched = self.forward.unwatched() if alone else nullcontext()
+        with self.forward.told_beams(kwargs, generation_config), unwatched:
             result = method(model, input_ids, **call, **kwargs)
         if self.notes.heads is not None:
             found = self._aligned(model, result.sequences[:, :-1], kwargs)

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from transformers import LogitsProcessorList, NoRepeatNGramLogitsProcessor, StoppingCriteriaList
 
-from accel.libraries.generation import WhisperNoSpeechDetection, loop_that_asks
+from accel.libraries.code import comes_from
+from accel.libraries.generation import BEAMS, PREPARE, STEPS, WhisperNoSpeechDetection, loop_that_asks
 from accel.llm.generation.loop.choice import PURE, RandomState
 from accel.llm.generation.loop.token_loop import AT_ONCE, BY_TOKENS
 from accel.seq2seq.timestamps import TimestampRule
@@ -64,9 +65,10 @@ class LateStopCheck:
 LATE_LOOP = loop_that_asks(LateStopCheck)
 
 
-def may_be_late(model: Any, processors: LogitsProcessorList, criteria: StoppingCriteriaList) -> bool:
-    """Whether nobody sees that one step more is made."""
+def unseen(model: Any, processors: LogitsProcessorList, criteria: StoppingCriteriaList) -> bool:
+    """Whether no code of the user's runs between two steps of stock's loop, so nobody sees that one more is made."""
     known = all(type(one) in HARMLESS for one in processors) and all(
         type(one) in (*BY_TOKENS, *AT_ONCE) for one in criteria
     )
-    return known and not (vars(model)["_forward_hooks"] or vars(model)["_forward_pre_hooks"])
+    own = {PREPARE, *STEPS, BEAMS} & vars(model).keys() or not comes_from(type(model), "transformers")
+    return known and not (own or vars(model)["_forward_hooks"] or vars(model)["_forward_pre_hooks"])

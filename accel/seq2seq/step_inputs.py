@@ -63,6 +63,10 @@ class TextStep(NamedTuple):
     rooms: tuple[int, int]
     attention: str
 
+    def after(self, tokens: torch.Tensor, start: int) -> "TextStep":
+        """A later one of the same text."""
+        return self._replace(given=self.given._replace(tokens=_packed(tokens), start=_number(start, tokens)))
+
     @property
     def key(self) -> tuple:
         """Equal for steps of one graph."""
@@ -102,7 +106,7 @@ def step_behind(model: Any, given: dict[str, Any], start: int, length: int, mask
         mask = tokens.new_ones(rows, length)
     step = Given(
         _packed(tokens),
-        torch.full((), start, device=tokens.device),
+        _number(start, tokens),
         None if mask is None else _filled_up(mask, rooms[CROSS]),
         None if padding is None else _filled_up(padding, rooms[OWN]),
         None if positions is None else _packed(positions),
@@ -127,6 +131,10 @@ def room_of(length: int) -> int:
 def _packed(column: torch.Tensor) -> torch.Tensor:
     """(rows, 1), with strides that do not tell of what it is a part, as graphs go by them."""
     return column if column.stride() == (1, 1) else column.clone(memory_format=torch.contiguous_format)
+
+
+def _number(number: int, like: torch.Tensor) -> torch.Tensor:
+    return torch.full((), number, device=like.device)
 
 
 def _filled_up(mask: torch.Tensor, room: int) -> torch.Tensor:
