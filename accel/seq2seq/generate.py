@@ -12,7 +12,7 @@ import torch
 from transformers import LogitsProcessorList, StoppingCriteriaList, WhisperTimeStampLogitsProcessor
 
 from accel.fusion.loop import PerThread
-from accel.libraries.cache import ENCODED, MASK, encoded
+from accel.libraries.cache import ENCODED, MASK, encoded, generating_cache
 from accel.libraries.generation import (
     AS_IMPORTED,
     BEAMS,
@@ -29,7 +29,7 @@ from accel.patching.fast_forward import as_written
 from accel.patching.owner import InstanceMethod
 from accel.patching.rule import Patch
 from accel.seq2seq.decoder import Seq2SeqForward
-from accel.seq2seq.late_check import LATE_LOOP, unseen
+from accel.seq2seq.late_check import LATE_LOOP, beams_late, beams_may_be_late, unseen
 from accel.seq2seq.timestamps import TimestampRule
 
 MODES = ("greedy_search", "sample", "beam_search", "beam_sample")
@@ -79,6 +79,8 @@ class Decoding:
         alone = method in (AS_IMPORTED[LOOP], AS_IMPORTED[BEAMS]) and unseen(model, processors, stopping_criteria)
         if LATE_LOOP is not None and alone and method is AS_IMPORTED[LOOP]:
             method = LATE_LOOP
+        elif alone and method is AS_IMPORTED[BEAMS] and beams_may_be_late(generation_config, generating_cache(kwargs)):
+            method = beams_late
         call = {"logits_processor": processors, "stopping_criteria": stopping_criteria}
         call |= {"generation_config": generation_config}
         unwatched = self.forward.unwatched() if alone else nullcontext()

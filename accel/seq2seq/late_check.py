@@ -9,11 +9,12 @@ import torch
 from transformers import LogitsProcessorList, NoRepeatNGramLogitsProcessor, StoppingCriteriaList
 
 from accel.libraries.code import comes_from
-from accel.libraries.generation import BEAMS, PREPARE, STEPS, WhisperNoSpeechDetection, loop_that_asks
+from accel.libraries.generation import AS_IMPORTED, BEAMS, PREPARE, STEPS, WhisperNoSpeechDetection, loop_that_asks
 from accel.llm.generation.loop.choice import PURE, RandomState
 from accel.llm.generation.loop.token_loop import AT_ONCE, BY_TOKENS
 from accel.seq2seq.timestamps import TimestampRule
 
+RESULT = ("sequences", "beam_scores", "beam_indices", "is_sent_finished")  # of beams, as one step hands them on
 # They may be called once more than by stock.
 HARMLESS = (*PURE, TimestampRule, NoRepeatNGramLogitsProcessor, WhisperNoSpeechDetection)
 
@@ -25,6 +26,26 @@ class Told(NamedTuple):
     ready: torch.cuda.Event | None
     random: tuple
 
+    def read(self) -> bool:
+        """Waits for it."""
+        if self.ready is not None:
+            self.ready.synchronize()
+        return bool(self.ended)
+
+
+class Teller:
+    """Has the host told, as soon as the device knows. like: a tensor on the device."""
+
+    def __init__(self, like: torch.Tensor):
+        self.random = RandomState(like.device)
+        self.stream = torch.cuda.current_stream(like.device) if like.is_cuda else None
+        self.host = [torch.zeros((), dtype=torch.bool, device="cpu", pin_memory=like.is_cuda) for _ in range(2)]
+
+    def __call__(self, ended: torch.Tensor, number: int) -> Told:
+        """number: of the step; what was told two steps before is gone."""
+        into = self.host[number % 2].copy_(ended, non_blocking=True)
+        return Told(into, None if self.stream is None else self.stream.record_event(), self.random.mark())
+
 
 class LateStopCheck:
     """Made and called by stock's loop, as its own check."""
@@ -33,27 +54,17 @@ class LateStopCheck:
     steps = 0  # to undo
 
     def __init__(self, input_ids: torch.Tensor, max_length: int | None, cache: Any, returned: bool, *_: Any):
-        self.most, self.cache = max_length, cache if returned else None
-        self.random = RandomState(input_ids.device)
-        self.stream = torch.cuda.current_stream(input_ids.device) if input_ids.is_cuda else None
-        pinned = input_ids.is_cuda
-        self.host = [torch.zeros((), dtype=torch.bool, device="cpu", pin_memory=pinned) for _ in range(2)]
+        self.most, self.cache, self.tell = max_length, cache if returned else None, Teller(input_ids)
 
     @staticmethod
     def is_supported(device: torch.device, cache: Any, returned: bool, *_: Any, **__: Any) -> bool:
         return cache is None or cache.is_croppable or not returned
 
     def __call__(self, unfinished: torch.Tensor, tokens: torch.Tensor, length: int) -> bool:
-        ended = self.host[length % 2]
-        ended.copy_(unfinished.max() == 0, non_blocking=True)
-        ready = None if self.stream is None else self.stream.record_event()
-        before, self.told = self.told, Told(ended, ready, self.random.mark())
-        if before is not None:
-            if before.ready is not None:
-                before.ready.synchronize()
-            if before.ended:
-                self.random.set(before.random)
-                self.steps = 1
+        before, self.told = self.told, self.tell(unfinished.max() == 0, length)
+        if before is not None and before.read():
+            self.tell.random.set(before.random)
+            self.steps = 1
         return self.steps > 0 or (self.most is not None and length >= self.most)
 
     def finish(self) -> int:
@@ -62,7 +73,56 @@ class LateStopCheck:
         return self.steps
 
 
+class LateBeams:
+    """A model as stock's loop of beams sees it, which is told that it has ended when it has launched one step more.
+
+    What that step finds is dropped where it would become the result.
+    """
+
+    told: Told | None = None
+    over = False
+
+    def __init__(self, model: Any, ids: torch.Tensor, most: int):
+        self.model, self.left, self.tell = model, most - ids.shape[1], Teller(ids)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.model(*args, **kwargs)
+
+    def _update_finished_beams(self, **given: Any) -> tuple:
+        if self.told is None or not self.told.read():
+            return self.model._update_finished_beams(**given)
+        self.over = True
+        return tuple(given[name] for name in RESULT)
+
+    def _beam_search_has_unfinished_sequences(self, *args: Any) -> bool:
+        goes_on = self.model._beam_search_has_unfinished_sequences(*args)
+        self.left -= 1
+        self.told = self.tell(~goes_on, self.left)
+        return not self.over and self.left > 0
+
+
+def beams_late(model: Any, input_ids: torch.Tensor, *, generation_config: Any, **kwargs: Any) -> torch.Tensor:
+    """Stock's loop of beams, of a call that gives tokens alone."""
+    view = LateBeams(model, input_ids, generation_config.max_length)
+    return AS_IMPORTED[BEAMS](view, input_ids, generation_config=generation_config, **kwargs)
+
+
 LATE_LOOP = loop_that_asks(LateStopCheck)
+
+
+def beams_may_be_late(config: Any, cache: Any) -> bool:
+    """Whether a call of beams gives tokens alone, and this version's loop goes by the methods above.
+
+    A draw of one step more might find too few candidates left.
+    """
+    asked = {name for name in vars(LateBeams) if name.startswith("_") and not name.startswith("__")}
+    known = asked <= {*AS_IMPORTED[BEAMS].__code__.co_names}
+    return known and not (
+        config.do_sample or config.return_dict_in_generate or getattr(cache, "_is_user_defined", False)
+    )
 
 
 def unseen(model: Any, processors: LogitsProcessorList, criteria: StoppingCriteriaList) -> bool:

@@ -10,9 +10,11 @@ import transformers as t
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import accel
+from accel.cuda_graphs.fingerprint import Fingerprint
 from accel.libraries.cache import DynamicLayer, encoded
 from accel.seq2seq.decoder import Seq2SeqForward
 from accel.seq2seq.fixed_memory import CROSS, OWN, HeldLayer
+from accel.seq2seq.late_check import LateBeams
 from accel.seq2seq.memory_attention import MemoryStep
 from support.noted import noted
 from support.objects.seq2seq import (
@@ -263,6 +265,37 @@ def test_rows_in_another_order_and_memory_in_which_anything_may_stand(steps):
         change(ours)
         change(theirs)
     assert ran == [2] * 4 and not fallbacks(model)
+
+
+class Unknown(t.LogitsProcessor):
+    def __call__(self, input_ids, scores):
+        return scores
+
+
+def test_the_model_is_compared_every_few_steps_where_no_code_of_the_users_runs(monkeypatch):
+    model, stock = optimized("T5")
+    looked = noted(monkeypatch, Fingerprint, "holds", lambda *_: 1)
+    for beams in (1, 2):
+        looked.clear()
+        assert_same(model, stock, source("T5"), options(40, num_beams=beams))
+        assert 0 < len(looked) < 16
+        mine = t.LogitsProcessorList([Unknown()])
+        looked.clear()
+        assert_same(model, stock, source("T5"), options(40, num_beams=beams, logits_processor=mine))
+        assert len(looked) >= 40
+
+
+def test_beams_that_end_are_told_a_step_late(steps, monkeypatch):
+    model, stock = optimized("Bart")
+    late = noted(monkeypatch, LateBeams, "_beam_search_has_unfinished_sequences", lambda view, *_: view.over)
+    ran, found = steps(), set()
+    for seed, chosen in enumerate(({}, {"early_stopping": True}, {"num_return_sequences": 3}, {})):
+        call = source("Bart", seed=seed)
+        more = {"max_new_tokens": 12, "num_beams": 3, "eos_token_id": [*range(3, 9 + seed)]} | chosen
+        ours = generated(model, call, more)
+        assert torch.equal(ours, generated(stock, call, more))
+        found.add(ours.shape[1])
+    assert ran and True in late and len(found) > 1 and not fallbacks(model)
 
 
 def test_restore_gives_back_what_was_there(family):
