@@ -154,6 +154,7 @@ def understand_decoder(model: Any, call: dict[str, Any]) -> tuple[str, list[Halv
     while hasattr(decoder, "get_decoder") and decoder.get_decoder() not in (None, decoder):  # as of a part of pictures
         decoder = decoder.get_decoder()
     lists = [one for one in decoder.modules() if type(one) is nn.ModuleList and len(one)]
+    lists = [one for one in lists if any(isinstance(inner, nn.Linear) for inner in one.modules())]  # not of biases
     inner = {id(one) for other in lists for one in other.modules() if one is not other}
     lists = [one for one in lists if id(one) not in inner]
     stack = next((path for path, one in model.named_modules() if lists and one is lists[0]), None)
