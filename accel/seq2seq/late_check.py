@@ -120,9 +120,8 @@ def beams_may_be_late(config: Any, cache: Any) -> bool:
     """
     asked = {name for name in vars(LateBeams) if name.startswith("_") and not name.startswith("__")}
     known = asked <= {*AS_IMPORTED[BEAMS].__code__.co_names}
-    return known and not (
-        config.do_sample or config.return_dict_in_generate or getattr(cache, "_is_user_defined", False)
-    )
+    seen = config.return_dict_in_generate or getattr(cache, "_is_user_defined", False)
+    return known and not (config.do_sample or seen)
 
 
 def unseen(model: Any, processors: LogitsProcessorList, criteria: StoppingCriteriaList) -> bool:

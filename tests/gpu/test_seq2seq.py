@@ -7,6 +7,7 @@ import torch
 import transformers as t
 
 import accel
+from accel.cuda_graphs.fingerprint import Fingerprint
 from accel.seq2seq.memory_attention import MemoryStep
 from support.noted import noted
 
@@ -20,11 +21,20 @@ AUDIO = TEXT | {"max_source_positions": 50, "num_mel_bins": 16, "pad_token_id": 
 AUDIO |= {"eos_token_id": 2, "decoder_start_token_id": 3, "suppress_tokens": None, "begin_suppress_tokens": None}
 MAKES = {
     "Bart": lambda: t.BartForConditionalGeneration(t.BartConfig(**TEXT)),
+    "Mvp": lambda: t.MvpForConditionalGeneration(t.MvpConfig(**TEXT)),  # whose attention is its own code
     "M2M100": lambda: t.M2M100ForConditionalGeneration(t.M2M100Config(**TEXT)),
     "T5": lambda: t.T5ForConditionalGeneration(t.T5Config(**T5, decoder_start_token_id=0)),
 }
 TEXTS = [*MAKES]
 MAKES["Whisper"] = lambda: t.WhisperForConditionalGeneration(t.WhisperConfig(**AUDIO))
+SPOKEN = {"vocab_size": 256, "hidden_size": 72, "intermediate_size": 128, "decoder_start_token_id": 3}
+SPOKEN |= {
+    f"{side}_num_{what}": n
+    for side in ("encoder", "decoder")
+    for what, n in (("hidden_layers", 2), ("attention_heads", 4))
+}
+SPOKEN |= {"pad_head_dim_to_multiple_of": 8}  # heads of 18, rotated in part
+MAKES["Moonshine"] = lambda: t.MoonshineForConditionalGeneration(t.MoonshineConfig(**SPOKEN))
 
 
 def made(family, dtype=torch.float32):
@@ -44,6 +54,7 @@ def test_one_graph_serves_texts_of_every_length(family, implementation, monkeypa
     stock.set_attn_implementation(implementation)
     ours = accel.optimize(copy.deepcopy(stock), graphs=True)
     runner = vars(ours)["forward"].runner
+    looked = noted(monkeypatch, Fingerprint, "holds", lambda *_: 1)
     stores = noted(monkeypatch, MemoryStep, "kv", lambda step, part, index: step.stores[part] is not None)
     for text, (rows, length, tokens, beams) in enumerate(
         [(3, 60, 40, 4), (3, 9, 40, 1), (3, 33, 100, 1), (3, 50, 20, 4), (12, 64, 20, 1), (3, 9, 40, 1)]
@@ -58,6 +69,7 @@ def test_one_graph_serves_texts_of_every_length(family, implementation, monkeypa
     graphs = [entry for entry in runner.entries.values() if entry.graph is not None]
     assert len(graphs) == 2 and runner.replays > 150, accel.report(ours)  # of 3 and of 12 rows
     assert accel.report(ours).fallbacks == [] and stores and all(stores)
+    assert len(looked) < runner.replays / 2  # no code of others runs between steps
 
 
 @torch.no_grad()
@@ -70,6 +82,8 @@ def test_logits_in_bf16_are_as_close_as_those_of_stock(family):
     tokens = torch.randint(5, 256, (3, 40), generator=generator).cuda()
     if family == "Whisper":
         call = {"input_features": torch.randn(3, 16, 100, generator=generator).cuda()}
+    elif family == "Moonshine":
+        call = {"input_values": torch.randn(3, 16000, generator=generator).cuda()}
     else:
         mask = (torch.arange(50) < torch.tensor([[50], [31], [7]])).long().cuda()
         call = {"input_ids": torch.randint(5, 256, (3, 50), generator=generator).cuda(), "attention_mask": mask}
