@@ -6,12 +6,14 @@ The step that was made in vain is undone by stock's own code, which has such a c
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.modules.module as torch_module
 from transformers import LogitsProcessorList, NoRepeatNGramLogitsProcessor, StoppingCriteriaList
 
 from accel.libraries.code import comes_from
 from accel.libraries.generation import AS_IMPORTED, BEAMS, PREPARE, STEPS, WhisperNoSpeechDetection, loop_that_asks
 from accel.llm.generation.loop.choice import PURE, RandomState
 from accel.llm.generation.loop.token_loop import AT_ONCE, BY_TOKENS
+from accel.patching.structure import foreign_hooks
 from accel.seq2seq.timestamps import TimestampRule
 
 RESULT = ("sequences", "beam_scores", "beam_indices", "is_sent_finished")  # of beams, as one step hands them on
@@ -130,4 +132,5 @@ def unseen(model: Any, processors: LogitsProcessorList, criteria: StoppingCriter
         type(one) in (*BY_TOKENS, *AT_ONCE) for one in criteria
     )
     own = {PREPARE, *STEPS, BEAMS} & vars(model).keys() or not comes_from(type(model), "transformers")
-    return known and not (own or vars(model)["_forward_hooks"] or vars(model)["_forward_pre_hooks"])
+    hooks = torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks
+    return known and not (own or hooks or any(map(foreign_hooks, model.modules())))

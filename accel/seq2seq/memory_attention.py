@@ -167,7 +167,7 @@ class BoundMemoryAttention(BoundSoftmaxAttention):
         if spec.position_bias is not None:
             bias = step.biases_of(spec.position_bias)
         (q, q_norm), (k, k_norm) = (
-            normed(t, norm) if kv is not None or norm is None else (norm(t), None)
+            normed(t, norm) if kv is not None or norm is None or t is None else (norm(t), None)
             for t, norm in ((q, self.q_norm), (k, self.k_norm))
         )
         cos = sin = None

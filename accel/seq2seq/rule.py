@@ -67,11 +67,11 @@ def match_seq2seq(site: Site, context: Context) -> Match | Skip | None:
             trial = _try(forward, partial(StepTrial.of, forward))
     except NotUnderstood as error:
         reason = str(error)
-    try:
-        if trial is not None:
+    if trial is not None:
+        try:
             covers, layers = (_understand(forward, trial, context),), "fused"
-    except NotUnderstood as error:
-        reason, layers = trial.reason, f"in the model's own code: {error}"
+        except NotUnderstood as error:
+            reason, layers = trial.reason, f"in the model's own code: {error}"
     if reason is not None:
         # With strict=True its encoder, and norms, count as nothing left out.
         return None if context.options.strict else Skip(f"its steps run stock: {reason}")
