@@ -14,7 +14,7 @@ from accel.cuda_graphs.fingerprint import Fingerprint
 from accel.libraries.cache import DynamicLayer, encoded
 from accel.seq2seq.decoder import Seq2SeqForward
 from accel.seq2seq.fixed_memory import CROSS, OWN, HeldLayer
-from accel.seq2seq.late_check import LateBeams
+from accel.seq2seq.late_check import RESULT, LateBeams, Told
 from accel.seq2seq.memory_attention import MemoryStep
 from support.noted import noted
 from support.objects.seq2seq import (
@@ -296,6 +296,9 @@ def test_beams_that_end_are_told_a_step_late(steps, monkeypatch):
         assert torch.equal(ours, generated(stock, call, more))
         found.add(ours.shape[1])
     assert ran and True in late and len(found) > 1 and not fallbacks(model)
+    view, given = LateBeams(model, call["input_ids"], 20), {name: object() for name in RESULT}
+    view.told = Told(torch.tensor(True), None, ())
+    assert view._update_finished_beams(**given) == tuple(given.values())  # what a step too many has found is dropped
 
 
 def test_restore_gives_back_what_was_there(family):
