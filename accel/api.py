@@ -13,7 +13,7 @@ import torch
 from accel_kernels.warmup import prepare
 from torch import nn
 
-from accel.families import divides, example_of, is_language_model, plan_for, takes_weights
+from accel.families import divides, example_of, is_language_model, note_denoiser, plan_for, takes_weights
 from accel.in_flight import alone, others_run_stock
 from accel.libraries.versions import newer_than_tested
 from accel.options import Activations, Attention, Cpu, KvCache, Layout, Options, Padding, Parallel, choose
@@ -100,6 +100,7 @@ def optimize(
                     taken.append(name)
             context = create_context(chosen, choices_file)
             note_turns(context, parts.values())
+            note_denoiser(context, parts.values())
             for name, part in parts.items():
                 plan = plan_for(part, context)
                 plan.apply()

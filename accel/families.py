@@ -3,6 +3,7 @@
 Families are imported when needed, so that importing accel stays light.
 """
 
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,16 @@ from accel.patching.rule import Context, Rule
 from accel.planning.memory import lift_offload, place_weights
 from accel.planning.plan import Plan, Row, Stage, StageReport, StageResult
 from accel.planning.targets import is_scheduler, stays_stock
+
+
+class DenoiserAlone:
+    """A pipeline's denoiser is quantized, where weights are, and nothing beside it."""
+
+
+def note_denoiser(context: Context, parts: Iterable[object]) -> None:
+    """Whether one of the parts denoises is known before the first is planned."""
+    if any(map(_denoises, parts)):
+        context.shared.maps[-1][DenoiserAlone] = DenoiserAlone()
 
 
 def plan_for(part: object, context: Context) -> Plan:
@@ -41,7 +52,8 @@ def _plan_for(part: object, own: Context) -> Plan:
             from accel.diffusion.stages import denoiser_plan
 
             return denoiser_plan(part, own)
-        stages = encoder_stages(part) if (own.options.weights or own.options.activations) is not None else ()
+        quantizes = (own.options.weights or own.options.activations) is not None and own.find(DenoiserAlone) is None
+        stages = encoder_stages(part) if quantizes else ()
         return Plan(part, (*encoder_rules(part), *family.RULES), own, stages)
     return Plan(part, schedulers.RULES, own) if is_scheduler(part) else pipeline.pipeline_plan(part, own)
 

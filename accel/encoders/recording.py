@@ -2,6 +2,7 @@
 
 import inspect
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -44,7 +45,8 @@ class EncoderRecorder(Recorder):
         self.order: list[int] = []
         self.stops: set[int] = set()
         self.flat, self.made = False, None
-        self.own = OwnCode(lambda: self.open[-1].module if self.open and not self.looking else None)
+        me = weakref.proxy(self)  # else both would keep the weights of layers until they are collected
+        self.own = OwnCode(lambda: me.open[-1].module if me.open and not me.looking else None)
 
     def note(self, module: nn.Module, args: tuple, output: Any) -> None:
         """Called with what a module outside of the layers is given."""

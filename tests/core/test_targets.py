@@ -113,7 +113,7 @@ def without_weights():
         return make("llama")
 
 
-STOCK_CALLS = ("no cache",)  # as of scores
+STOCK_CALLS = ("no cache", "attention_mask is given")  # as of scores, of sound
 NOTHING = {
     "None": (lambda: None, TypeError, "a NoneType, which holds no model"),
     "name": (lambda: "meta-llama/Llama-3", TypeError, "load the model from 'meta-llama/Llama-3', and give that"),
