@@ -26,6 +26,7 @@ from accel.quantization.product import (
     joint_term,
     keeps_forward,
     multiplied,
+    order_of,
     plain_linear,
     product,
     rounds,
@@ -225,7 +226,7 @@ def project_together(
             )
     found = [low_rank(layer, rows.x) if keeps_forward(layer) else () for layer in layers]
     adapters = [own for own in found if own is not None]
-    kinds = {(type(layer), rounds(layer, rows.x) and layer.rounding) for layer in bases}
+    kinds = {(type(layer), order_of(layer), rounds(layer, rows.x) and layer.rounding) for layer in bases}
     together = len(kinds) == 1 and len(adapters) == len(layers) and not any(map(keeps_forward, bases))
     whole = stacked_tensors(bases, stack) if together else None
     if whole is None:

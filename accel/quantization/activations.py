@@ -16,7 +16,7 @@ from accel_kernels.gemm.quantize_rows import KnownColumns
 from accel_kernels.gemm.quantized_weight import WeightFormat, scale_bits
 
 ROW_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
-SCALE, COLUMNS = "input_scale", "input_columns"
+SCALE, COLUMNS, ORDER = "input_scale", "input_columns", "input_order"
 # What calibration fixes for them, and the buffer of a `QuantizedLinear` where it is.
 FIXED: dict[str | None, str] = {"int8-static": SCALE, "fp8-static": SCALE, "int8-outliers-static": COLUMNS}
 THRESHOLD = 6.0  # of the absolute value, as published: columns that pass it are outliers

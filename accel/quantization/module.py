@@ -1,5 +1,6 @@
 """A linear layer that holds its weight in fewer bits."""
 
+import hashlib
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -17,6 +18,7 @@ from accel.quantization.activations import (
     COLUMNS,
     FIXED,
     KERNELS,
+    ORDER,
     SCALE,
     QuantizedCall,
     buffers_of,
@@ -61,7 +63,7 @@ class QuantizedLinear(nn.Linear):
 
     Where the scheme says so, many input rows are rounded to 8 bits by `products`, if no gradient is needed. What
     calibration fixed are buffers too, or None: input_scale (1,) float32, and input_columns int64, which are never
-    rounded.
+    rounded; and so is input_order, the `order` of W.
     """
 
     data: torch.Tensor
@@ -86,6 +88,7 @@ class QuantizedLinear(nn.Linear):
             self.register_buffer(name, tensor)
         self.register_buffer(SCALE, input_scale)
         self.register_buffer(COLUMNS, input_columns)
+        self.register_buffer(ORDER, quantized.order)
         self._fix()
         self.register_parameter("bias", bias)
         self.dtype, self.scheme, self.transposed = dtype, scheme, transposed
@@ -107,9 +110,16 @@ class QuantizedLinear(nn.Linear):
         return self.activations if many_rows(x) else None
 
     @property
-    def rounding(self) -> tuple[str | None, tuple | None]:
-        """Equal for linears that can have one input rounded once: how, and by which fixed scale or columns."""
-        return self.activations, self.values.get(FIXED.get(self.activations))
+    def rounding(self) -> tuple[str | None, tuple | None, tuple | None]:
+        """Equal for linears that can have one input rounded once: how, by which fixed scale or columns, and the order
+        of their inputs.
+        """
+        return self.activations, self.values.get(FIXED.get(self.activations)), self.order
+
+    @property
+    def order(self) -> tuple | None:
+        """Equal for linears whose weights have the same `order`."""
+        return self.values.get(ORDER)
 
     @property
     def fixed(self) -> torch.Tensor | KnownColumns | None:
@@ -123,7 +133,7 @@ class QuantizedLinear(nn.Linear):
 
     def read(self, data: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> Quantized:
         """The weight that buffers like this module's are, its own or some rows of them."""
-        return from_buffers(self.format, data, scales, zeros)
+        return from_buffers(self.format, data, scales, zeros)._replace(order=self._buffers[ORDER])
 
     @property
     def call(self) -> QuantizedCall:
@@ -147,6 +157,8 @@ class QuantizedLinear(nn.Linear):
         autocast = torch.is_autocast_enabled(input.device.type)
         if autocast or torch.is_grad_enabled() or torch.compiler.is_compiling():
             return F.linear(input, self.quantized.dequantized(input.dtype), self.bias)
+        if (order := self._buffers[ORDER]) is not None:
+            input = input.index_select(-1, order)
         given, fixed = (input, self.data, self.scales, self.zeros, self.bias), self.fixed
         if has_torch_function_unary(input) and fixed is None:  # whoever watches sees one call
             return handle_torch_function(self.call, (input,), *given)  # type: ignore[arg-type]
@@ -157,6 +169,9 @@ class QuantizedLinear(nn.Linear):
         found = {name: self._buffers[name] for name in (SCALE, COLUMNS)}
         held = {name: t for name, t in found.items() if t is not None and not t.is_meta}
         self.values = {name: tuple(t.tolist()) for name, t in held.items()}
+        order = self._buffers[ORDER]
+        if order is not None and not order.is_meta:
+            self.values[ORDER] = (hashlib.sha256(order.cpu().numpy().tobytes()).digest(),)
         self.columns = KnownColumns.of(held[COLUMNS], self.in_features) if COLUMNS in held else None
 
     def _load_from_state_dict(self, *args: Any) -> None:

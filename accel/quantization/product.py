@@ -26,12 +26,13 @@ MULTIPLIED = (nn.Linear, nn.Conv2d, QuantizedLinear)  # by exact type
 class Rows:
     """norm(x) for all products that take it; x: (..., K). The norm is computed once, and so is each way of rounding."""
 
-    __slots__ = ("_normed", "_rounded", "norm", "x")
+    __slots__ = ("_normed", "_ordered", "_rounded", "norm", "x")
 
     def __init__(self, x: torch.Tensor, norm: Norm | None = None):
         self.x, self.norm = x, norm
         self._normed: torch.Tensor | None = None
         self._rounded: dict[tuple, QuantizedRows] = {}
+        self._ordered: dict[tuple | None, torch.Tensor] = {}
 
     def normed(self) -> torch.Tensor:
         if self.norm is None:
@@ -46,6 +47,15 @@ class Rows:
         if key not in self._rounded:
             self._rounded[key] = linear.products.rounded(self.x, activations, self.norm, linear.fixed)
         return self._rounded[key]
+
+    def ordered(self, linear: QuantizedLinear, weight: Quantized) -> torch.Tensor:
+        """norm(x), its columns as they lie in the weight of this linear: gathered once for all of one order."""
+        if weight.order is None:
+            return self.normed()
+        key = linear.order
+        if key not in self._ordered:
+            self._ordered[key] = self.normed().index_select(-1, weight.order)
+        return self._ordered[key]
 
 
 def plain_linear(module: nn.Module | None) -> str | None:
@@ -113,6 +123,11 @@ def matrix(linear: nn.Linear, dtype: torch.dtype) -> torch.Tensor:
 def rounds(linear: nn.Module | None, x: torch.Tensor) -> str | None:
     """How this linear rounds the rows of x, a value of `Options.activations`; None where it does not."""
     return linear.rounds(x) if type(linear) is QuantizedLinear else None
+
+
+def order_of(linear: nn.Module) -> tuple | None:
+    """Equal for linears that can have one input put in order once; see `Quantized`."""
+    return linear.order if type(linear) is QuantizedLinear else None
 
 
 def deferred(linear: nn.Module, x: torch.Tensor) -> bool:
@@ -202,7 +217,7 @@ def multiplied(linear: nn.Linear, tensors: Sequence[Any], rows: Rows, multiply: 
     weight = linear.read(*parts)
     if (activations := linear.rounds(rows.x)) is not None:
         return rounded_product(linear, activations, rows, weight, bias)
-    x = rows.normed()
+    x, weight = rows.ordered(linear, weight), weight._replace(order=None)
     if x.numel() <= weight.most_rows * x.shape[-1]:
         return quantized_linear(x.contiguous(), weight, bias)
     return multiply(x, dequantize(weight, x.dtype), bias)

@@ -16,13 +16,15 @@ class Scheme:
     scale, None for one scale a row.
 
     symmetric: without a zero point; otherwise the numbers cover least to largest. activations: a value of
-    `Options.activations`, how rows that it is multiplied with are rounded; None for not.
+    `Options.activations`, how rows that it is multiplied with are rounded; None for not. ordered: columns that share a
+    scale lie apart, "act-order".
     """
 
     weight_dtype: str
     group: int | None = None
     symmetric: bool = True
     activations: str | None = None
+    ordered: bool = False
 
     @classmethod
     def parse(cls, name: str) -> "Scheme":
@@ -76,4 +78,5 @@ class Scheme:
     def __str__(self) -> str:
         where = "by row" if self.group is None else f"by {self.group} columns"
         rounded = "" if self.activations is None else f", activations {self.activations} beyond {MOST_ROWS} rows"
-        return f"{self.weight_dtype} {where}" + ("" if self.symmetric else ", asymmetric") + rounded
+        more = ("" if self.symmetric else ", asymmetric") + (", act-order" if self.ordered else "")
+        return f"{self.weight_dtype} {where}{more}{rounded}"

@@ -209,7 +209,12 @@ def _product(
         return multiply(x, weight, bias, norm=norm, **given)
     if (activations := weights.module.rounds(before.x)) is not None:
         return rounded_product(weights.module, activations, before, weight, bias, **given)
-    # A weight that is read as it lies has the columns of x in an order of their own, and the norm in the same pass.
+    if weight.order is not None:
+        if isinstance(up := given.get("up"), Quantized):
+            given["up"] = up._replace(order=None)
+        x = before.ordered(weights.module, weight)
+        return kernels.quantized_linear(x, weight._replace(order=None), bias, **given)
+    # The kernel of a weight that is read as it lies takes the columns of x in another order, and norms in one pass.
     x, norm = before.given(free=before.x.numel() <= weight.most_rows * before.x.shape[-1])
     return kernels.quantized_linear(x, weight, bias, norm=norm, **given)
 

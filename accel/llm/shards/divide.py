@@ -13,7 +13,6 @@ from accel_kernels.gemm.quantized_weight import PER_WORD, Quantized
 from safetensors.torch import save_file
 from transformers import PretrainedConfig
 
-from accel.llm.ptq.formats import compressed_tensors as compressed
 from accel.llm.ptq.formats.files import header_of, linears_among, located, opened, own_memory, read_config
 from accel.llm.ptq.formats.loading import is_compressed_tensors, read_quantization
 from accel.llm.ptq.formats.quantization_config import FIELD
@@ -21,6 +20,7 @@ from accel.llm.shards.manifest import Manifest, ShardFile, checksum, is_divided
 from accel.parallel.division import Divided, Division, Span, TensorInfo, divided_among, taken
 from accel.parallel.sharded_layers import OUTPUTS
 from accel.quantization.activations import SCALE
+from accel.quantization.formats import compressed_tensors as compressed
 from accel.saved import refuse_pickles
 
 LIBRARIES = ("torch", "transformers")
@@ -151,7 +151,7 @@ def _part(
 def check_divisible(path: str, parts: Mapping[str, torch.Tensor], division: Division) -> None:
     """Raises ValueError for a weight that cannot be so divided, naming it. parts: as the files' headers tell."""
     weight = compressed.read(parts)
-    if compressed.ORDER in parts:
+    if compressed.GROUP_OF in parts:
         raise ValueError(f"{path}: columns in an order of their own (actorder 'group') are not divided among ranks")
     if division.dim == OUTPUTS:
         return
@@ -176,7 +176,7 @@ def rank_part(held: Mapping[str, torch.Tensor], division: Division | None, rank:
     """What the rank's file is to hold of a linear. held: its parts in whole."""
     if division is None:
         return dict(held)
-    data, scales, zeros, stored = compressed.read(held)
+    data, scales, zeros, stored, _ = compressed.read(held)
     by_scale: Division | None
     if division.dim == OUTPUTS:
         by_number, by_scale = division, division

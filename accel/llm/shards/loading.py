@@ -14,7 +14,6 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from accel.libraries.loading import among, entered
-from accel.llm.ptq.formats import compressed_tensors as compressed
 from accel.llm.ptq.formats.files import DTYPES, PARTS, located, only_quantized, read_config, whole_file
 from accel.llm.ptq.formats.loading import (
     Parts,
@@ -31,6 +30,7 @@ from accel.parallel.agreement import require_agreement
 from accel.parallel.division import Division, Span, spans_of
 from accel.parallel.ranks import Ranks
 from accel.parallel.sharded_layers import install_sharding
+from accel.quantization.formats import compressed_tensors as compressed
 from accel.quantization.patch import exchange
 from accel.saved import check_keys, readable
 

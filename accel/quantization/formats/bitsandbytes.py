@@ -1,12 +1,42 @@
-"""bitsandbytes' linears of 4 bits: NF4 and FP4, their scales in float32 or in 8 bits themselves."""
+"""bitsandbytes' linears of 8 bits, and of 4: NF4 and FP4, their scales in float32 or in 8 bits themselves."""
 
+from operator import attrgetter
 from typing import Any
 
 import torch
-from accel_kernels import BlockWeight
+from accel_kernels import BlockWeight, Quantized
 from accel_kernels.gemm.blocks.codebook import CODEBOOKS, NESTED, PIECE, Codebook
+from accel_kernels.gemm.quantized_weight import PER_WORD
 
+from accel.quantization.formats.repacked import UNROUNDED, Repacked
 from accel.quantization.formats.stored import StoredWeight
+
+TOP = 127
+
+
+def read_bitsandbytes8(module: Any) -> Repacked | str | None:
+    """Linear8bitLt: int8 (N, K), and 127 times the scales in `SCB`, before its first call of the weight, then of
+    `state`.
+    """
+    weight = module._parameters.get("weight")
+    scales = None if weight is None or weight.dtype != torch.int8 else _scales(module)
+    if weight is None or scales is None:
+        return None
+    if weight.dim() != 2 or weight.shape[1] % PER_WORD or scales.numel() != weight.shape[0]:
+        return f"a weight {tuple(weight.shape)} with {scales.numel()} scales"
+    return Repacked(module, "bitsandbytes int8", weight, (_int8_weight,), attrgetter("data"), UNROUNDED)
+
+
+def _int8_weight(module: Any) -> Quantized:
+    scales = _scales(module)
+    if scales is None:
+        raise ValueError("no scales beside its weight, nor in its state")
+    return Quantized.of(module.weight.detach(), scales.detach().float().reshape(-1, 1) / TOP)
+
+
+def _scales(module: Any) -> torch.Tensor | None:
+    found = getattr(module._parameters["weight"], "SCB", None)
+    return getattr(vars(module).get("state"), "SCB", None) if found is None else found
 
 
 def read_bitsandbytes(module: Any) -> StoredWeight | str | None:

@@ -13,12 +13,14 @@ lies, an `unpacking_triton` unpacks it there, and `most_rows` says for how many 
 
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
+from math import gcd
 from typing import Any, NamedTuple
 
 import torch
 
 from accel_kernels.op import dtype_reason
 
+WORD = 32  # bits
 PER_WORD = 8  # 4-bit numbers to an int32
 E2M1_SHIFT = 14  # from the exponents of MXFP4's numbers to those of float16
 MX_GROUP = 32  # numbers of MXFP4 to a scale
@@ -30,22 +32,40 @@ MOST_GROUPED_ROWS = 64  # of a weight with float32 scales by group, whose 128 ro
 MOST_BLOCK_ROWS = 16  # the same of a library's blocks, which take more instructions
 
 
-def pack(numbers: torch.Tensor) -> torch.Tensor:
-    """(N, K) of -8..7 as int32 (N, K / 8). Raises ValueError where K is not a multiple of 8."""
-    if numbers.shape[1] % PER_WORD:
-        raise ValueError(f"{numbers.shape[1]} columns: 4-bit numbers are packed by {PER_WORD}")
-    pairs = numbers.to(torch.int8).add(ZERO_POINT).view(torch.uint8).unflatten(1, (-1, 2))
-    words = (pairs[..., 1] << 4).bitwise_or_(pairs[..., 0])  # the lowest first, as in `unpack`
-    return words.contiguous().view(torch.int32)
+def pack(numbers: torch.Tensor, bits: int = 4) -> torch.Tensor:
+    """(N, K) of whole numbers of 2 to 8 bits as int32 (N, K bits / 32), stored plus half their range, the first in the
+    lowest bits. Raises ValueError where K is not a multiple of 32 / bits.
+    """
+    if numbers.shape[1] * bits % WORD:
+        raise ValueError(f"{numbers.shape[1]} columns: {bits}-bit numbers are packed into words of {WORD} bits")
+    count, size = _period(bits)
+    places = numbers.to(torch.int8).view(torch.uint8).add(1 << bits - 1).unflatten(1, (-1, count))
+    packed = torch.zeros((*places.shape[:2], size), dtype=torch.uint8, device=numbers.device)
+    for place in range(count):
+        byte, shift = divmod(place * bits, 8)
+        packed[..., byte] |= places[..., place] << shift
+        if shift + bits > 8:
+            packed[..., byte + 1] |= places[..., place] >> 8 - shift
+    return packed.flatten(1).view(torch.int32)
 
 
-def unpack(words: torch.Tensor) -> torch.Tensor:
-    """(N, K) int8 of -8..7 from int32 (N, K / 8)."""
-    pairs = words.contiguous().view(torch.uint8)  # the lowest first, as every machine that torch runs on has them
-    numbers = torch.empty((*pairs.shape, 2), dtype=torch.uint8, device=words.device)  # both halves are written in place
-    torch.bitwise_and(pairs, 15, out=numbers[..., 0])
-    torch.bitwise_right_shift(pairs, 4, out=numbers[..., 1])
-    return numbers.view(torch.int8).sub_(ZERO_POINT).flatten(1)
+def unpack(words: torch.Tensor, bits: int = 4) -> torch.Tensor:
+    """`pack` taken back: int8 (N, K)."""
+    count, size = _period(bits)
+    # The lowest byte first, as every machine that torch runs on has them.
+    packed = words.contiguous().view(torch.uint8).unflatten(1, (-1, size))
+    numbers = torch.empty((*packed.shape[:2], count), dtype=torch.uint8, device=words.device)
+    for place in range(count):
+        byte, shift = divmod(place * bits, 8)
+        torch.bitwise_right_shift(packed[..., byte], shift, out=numbers[..., place])
+        if shift + bits > 8:
+            numbers[..., place] |= packed[..., byte + 1] << 8 - shift
+    return numbers.bitwise_and_((1 << bits) - 1).sub_(1 << bits - 1).view(torch.int8).flatten(1)
+
+
+def _period(bits: int) -> tuple[int, int]:
+    """The fewest numbers of so many bits that fill whole bytes, and those bytes."""
+    return 8 // gcd(bits, 8), bits // gcd(bits, 8)
 
 
 def pack_e2m1(numbers: torch.Tensor) -> torch.Tensor:
@@ -140,14 +160,16 @@ class Quantized(NamedTuple):
 
     data: stored elements (N, K / columns of the format): int8, float8_e4m3fn, or int32 of eight 4-bit numbers each,
     the first in the lowest bits, stored plus 8. scales: (N, K / group), in the dtype of the model or float32; of MXFP4
-    float8_e8m0fnu. zeros:
-    (N, K / group) int8: the numbers that stand for 0, or None where 0 does. format: how numbers lie in data.
+    float8_e8m0fnu. zeros: (N, K / group) int8: the numbers that stand for 0, or None where 0 does. format: how numbers
+    lie in data. order: (K,) int64, which input each column of data multiplies, where these are not in order, as of
+    GPTQ's "act-order"; None where they are.
     """
 
     data: torch.Tensor
     scales: torch.Tensor
     zeros: torch.Tensor | None
     format: WeightFormat
+    order: torch.Tensor | None = None
 
     @classmethod
     def of(cls, data: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None = None) -> "Quantized":
@@ -183,8 +205,7 @@ class Quantized(NamedTuple):
 
     def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Quantized":
         """The same of change(part) for every part there is."""
-        zeros = None if self.zeros is None else change(self.zeros)
-        return Quantized(change(self.data), change(self.scales), zeros, self.format)
+        return self._replace(**{name: change(part) for name, part in self.parts().items()})
 
     def rows(self, start: int, end: int) -> "Quantized":
         """Some rows of it, as views."""
@@ -206,6 +227,8 @@ class Quantized(NamedTuple):
         quad, columns = QUAD * 8 // self.format.bits, self.shape[1]
         if self.data.numel() == 0:
             return "empty"
+        if self.order is not None:
+            return "columns in an order of their own"
         if not self.format.most_rows:
             return f"no kernel reads {self.format.name}"
         if columns % 8:
@@ -222,15 +245,29 @@ class Quantized(NamedTuple):
         return dtype_reason(self.float_scales)
 
     def numbers(self) -> torch.Tensor:
-        """(N, K) int8, or float8 as it is."""
-        return self.format.unpack(self)
+        """(N, K) int8, or float8 as it is; a column to each input, in order."""
+        numbers = self.format.unpack(self)
+        return numbers if self.order is None else _columns(numbers, self.order.argsort())
+
+    def by_order(self, order: torch.Tensor | None) -> "Quantized":
+        """The same numbers so that column k is that of the input order[k]; scales are those of groups in this order."""
+        return (
+            self
+            if order is None
+            else self._replace(data=self.format.pack(_columns(self.numbers(), order)), order=order)
+        )
 
     def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
         """(N, K) in this dtype, rounded once, from float32."""
-        numbers = self.numbers().float().unflatten(1, (-1, self.group))
+        numbers = self.format.unpack(self).float().unflatten(1, (-1, self.group))
         if self.zeros is not None:
             numbers -= self.zeros.float()[:, :, None]
-        return (numbers * self.scales.float()[:, :, None]).flatten(1).to(dtype)
+        values = (numbers * self.scales.float()[:, :, None]).flatten(1).to(dtype)
+        return values if self.order is None else values.index_select(1, self.order.argsort())
+
+
+def _columns(numbers: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    return numbers.view(torch.int8).index_select(1, order).view(numbers.dtype)
 
 
 class PackedWeight(NamedTuple):

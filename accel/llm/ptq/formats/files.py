@@ -13,10 +13,10 @@ from transformers import AutoConfig, PretrainedConfig
 
 from accel.errors import reason_of
 from accel.libraries.loading import AutoQuantizationConfig
-from accel.llm.ptq.formats import compressed_tensors as compressed
 from accel.llm.ptq.formats.quantization_config import FIELD, typed_field
 from accel.parallel.division import TensorInfo
 from accel.quantization.activations import SCALE
+from accel.quantization.formats import compressed_tensors as compressed
 from accel.saved import first_line, read_json, readable
 
 PARTS = (*compressed.NAMES, SCALE)  # of a quantized linear

@@ -1,6 +1,5 @@
 """A folder in the layout of compressed-tensors, loaded straight into quantized linears: no weight is ever whole."""
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
@@ -12,11 +11,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from accel.libraries.loading import entered, own_name, retied
 from accel.llm.ptq.calibration.linears import head_path
-from accel.llm.ptq.formats import compressed_tensors as compressed
 from accel.llm.ptq.formats.files import located, quantized_linears, read_config, weight_files
 from accel.llm.ptq.formats.quantization_config import FIELD, QuantizationConfig
 from accel.llm.ptq.formats.saving import SAVE, SaveOverride, untie
 from accel.quantization.activations import is_static
+from accel.quantization.formats import compressed_tensors as compressed
 from accel.quantization.module import QuantizedLinear
 from accel.quantization.patch import exchange
 from accel.saved import refuse_pickles, whole
@@ -78,7 +77,7 @@ def _check_parts(quantization: QuantizationConfig, path: str, parts: Parts) -> N
     group = quantization.group(path)
     if group is None:  # a configuration may name it as the model does, see `replace_linears`
         return
-    ordered = compressed.ORDER in parts
+    ordered = compressed.GROUP_OF in parts
     if reason := group.contradicts(weight, parts["weight_scale"], ordered):
         raise ValueError(reason)
     if ordered and group.activations:
@@ -141,29 +140,16 @@ def _replaceable(model: PreTrainedModel, path: str, parts: Parts) -> nn.Linear:
 
 def _finish(model: PreTrainedModel, quantization: QuantizationConfig) -> None:
     pairs: list[tuple[nn.Module, nn.Linear]] = []
-    ordered = []
     for path, module in model.named_modules():
         if type(module) is PlaceholderLinear:
             held = {name: p.detach() for name, p in module._parameters.items() if p is not None}
             bias = module.bias
             module._parameters.clear()  # so that each part of the file is freed before the next one is repacked
             with located(path):
-                quantized = checked_weight(held)
-                if compressed.ORDER in held:
-                    ordered.append(path)
-                    made = _plain(compressed.by_order(quantized, held[compressed.ORDER], model.dtype), bias)
-                else:
-                    made = quantized_linear_of(model, path, module, quantization, quantized, bias, held)
+                made = quantized_linear_of(model, path, module, quantization, checked_weight(held), bias, held)
             pairs.append((module, made))
     exchange(model, pairs)
-    if len(pairs) > len(ordered):
-        vars(model)[SAVE] = SaveOverride(model)
-    if ordered:
-        warnings.warn(
-            f"{len(ordered)} linear layers, {ordered[0]} the first, have columns in an order of their own "
-            f"(actorder 'group'): they are loaded in {model.dtype}, not in fewer bits",
-            stacklevel=2,
-        )
+    vars(model)[SAVE] = SaveOverride(model)
 
 
 def checked_weight(held: Parts) -> Quantized:
@@ -172,13 +158,6 @@ def checked_weight(held: Parts) -> Quantized:
     if not bool(quantized.scales.isfinite().all()):
         raise ValueError("NaN or Inf among its scales")
     return quantized
-
-
-def _plain(weight: torch.Tensor, bias: nn.Parameter | None) -> nn.Linear:
-    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-    linear.weight = nn.Parameter(weight, requires_grad=False)
-    linear.register_parameter("bias", bias)
-    return linear
 
 
 def quantized_linear_of(

@@ -7,17 +7,15 @@ from transformers import PreTrainedModel
 
 from accel.errors import reason_of
 from accel.libraries.code import lacks_kernel
-from accel.llm.ptq.formats.compressed_tensors import scheme_of
-from accel.llm.ptq.formats.layouts import LAYOUTS
-from accel.llm.ptq.formats.prequantized import PrequantizedLinear, of_package
 from accel.llm.ptq.formats.saving import guard
-from accel.parallel.sharded_layers import known
-from accel.patching.rule import ForwardPatch, foreign_forward
-from accel.patching.structure import hooked, placement
+from accel.patching.rule import ForwardPatch
+from accel.patching.structure import placement
 from accel.quantization.activations import FIXED, SCALE
+from accel.quantization.formats.compressed_tensors import of_package, scheme_of
+from accel.quantization.formats.repacked import Repacked
 from accel.quantization.formats.stored import StoredWeight
 from accel.quantization.formats.stored_forward import StoredExperts, StoredForward, packed_experts
-from accel.quantization.formats.stored_weight import read_stored, stored_weight
+from accel.quantization.formats.stored_weight import recognize
 from accel.quantization.module import QuantizedLinear
 from accel.quantization.patch import QuantizedModulePatch, exchange
 from accel.quantization.scheme import Scheme
@@ -32,27 +30,28 @@ class PrequantizedImport(QuantizedModulePatch):
     """
 
     def __init__(self, root: PreTrainedModel, activations: str | None = None):
-        super().__init__(root, True, guard(root))
+        super().__init__(root, True)
+        self.guard = guard(root, self)
         self.activations = activations
-        self.found: dict[str, PrequantizedLinear] = {}
+        self.found: dict[str, Repacked] = {}
         self.rows: list[tuple[str, str, str]] = []
         self.forwards: list[ForwardPatch] = []
         self.dtype = placement(root)[1]
         self.head = set(root.get_output_embeddings().modules())
         for path, module in root.named_modules():
-            answer = _recognized(module, self.dtype)
-            if isinstance(answer, PrequantizedLinear):
+            answer = recognize(module, self.dtype)
+            if isinstance(answer, Repacked):
                 self.found[path] = answer
                 scheme = self._scheme(answer, answer.read())
                 note = f"; {answer.note}" if answer.note and scheme.activations is None else ""
                 self.rows.append((path, "patched", f"{scheme}, arrived as {answer.kind}{note}"))
+            elif isinstance(answer, str):
+                self.rows.append((path, "skipped", f"it runs its own forward: {answer}"))
             elif answer is not None:
-                self.rows.append((path, "skipped", answer))
+                self._stored(path, module, answer)
             elif packed_experts(module):
                 self.rows.append((path, "patched", "float8, read as it came, as the kernel for its experts is missing"))
                 self.forwards.append(ForwardPatch(module, StoredExperts(module)))
-            elif (held := read_stored(module)) is not None:
-                self._stored(path, module, held)
         self.hooks = {key: one for key, one in vars(root)["_forward_pre_hooks"].items() if of_package(one)}
         unread = [reason for _, status, reason in self.rows if status == "skipped"]
         self.dequantizes = bool(self.hooks) and (bool(unread) or not self.found)
@@ -61,15 +60,7 @@ class PrequantizedImport(QuantizedModulePatch):
             self.rows = [(path, "skipped", reason) for path, *_ in self.rows]
         self.guard = self.guard if self.found else None  # what is read as it lies is saved by its library
 
-    def _stored(self, path: str, module: nn.Module, held: StoredWeight | str) -> None:
-        reason = held if isinstance(held, str) else foreign_forward(module)
-        if reason is None and known(module):
-            reason = "its weight is divided among ranks"
-        if reason is None and stored_weight(module) is None:
-            reason = "it computes something else than its tensors say"
-        if reason is not None or isinstance(held, str):
-            self.rows.append((path, "skipped", f"it runs its own forward: {reason}"))
-            return
+    def _stored(self, path: str, module: nn.Module, held: StoredWeight) -> None:
         note = "" if held.step is None else "; its inputs keep their dtype, and its own kernel rounds them"
         missing = lacks_kernel(module)
         note = note or ("; the package that its own product needs is missing" if missing else "")
@@ -105,7 +96,7 @@ class PrequantizedImport(QuantizedModulePatch):
         hooks = vars(self.root)["_forward_pre_hooks"]
         self.hooks = {key: hook for key, hook in self.hooks.items() if hooks.pop(key, None) is not None}
 
-    def _scheme(self, prequantized: PrequantizedLinear, quantized: Quantized) -> Scheme:
+    def _scheme(self, prequantized: Repacked, quantized: Quantized) -> Scheme:
         """Its own, with activations rounded where they are to be and can be: not of the output head."""
         scheme, activations = scheme_of(quantized), self.activations
         if activations is None or prequantized.module in self.head:
@@ -145,24 +136,3 @@ class PrequantizedImport(QuantizedModulePatch):
         for forward in reversed(self.forwards):
             forward.undo()
         self.there = False
-
-
-def _recognized(module: nn.Module, dtype: torch.dtype) -> PrequantizedLinear | str | None:
-    """What it is, or why it is left alone; None for a module that holds no numbers in fewer bits."""
-    for kind in LAYOUTS:
-        try:
-            answer = kind.recognize(module, dtype)
-            if isinstance(answer, PrequantizedLinear):
-                answer.read()
-        except ValueError as error:
-            return str(error)
-        except Exception as error:  # whatever tensors of other shapes, or without memory, may raise
-            return f"its tensors cannot be read: {reason_of(error)}"
-        if answer is None:
-            continue
-        if isinstance(answer, str):
-            return answer
-        if reason := hooked(module):
-            return reason
-        return answer
-    return None

@@ -10,21 +10,23 @@ from torch import nn
 from transformers import Conv1D, PretrainedConfig, PreTrainedModel
 
 from accel.libraries.adapters import ADAPTED, BASE
-from accel.llm.ptq.formats import compressed_tensors as compressed
 from accel.llm.ptq.formats.quantization_config import PATTERN
 from accel.parallel.sharded_layers import ranks_of
 from accel.patching.owner import InstanceMethod
 from accel.patching.rule import Patch
-from accel.quantization.activations import COLUMNS, FIXED, SCALE
+from accel.quantization.activations import COLUMNS, FIXED, ORDER, SCALE
 from accel.quantization.experts import QuantizedExperts
+from accel.quantization.formats import compressed_tensors as compressed
+from accel.quantization.formats.repacked import Repacked
 from accel.quantization.module import QuantizedLinear
+from accel.quantization.patch import QuantizedModulePatch
 from accel.quantization.scheme import Scheme
 
 SAVE = "save_pretrained"
 TIED = "tie_word_embeddings"
 OTHER = "compressed-tensors has no layout for their format"
 TURNED = "their class holds weights (in, out), which compressed-tensors cannot express"
-PARTS = (*WEIGHT_PARTS, SCALE, COLUMNS)
+PARTS = (*WEIGHT_PARTS, SCALE, COLUMNS, ORDER)
 STACKED = "compressed-tensors has no stacks of matrices; accel.optimize(weights=...) rounds them again"
 APART = "where others have zero points, transformers reads all by the scheme of those"
 
@@ -39,8 +41,9 @@ class SaveOverride(InstanceMethod):
 
     name, shared = SAVE, True
 
-    def __init__(self, model: PreTrainedModel):
-        self.model = model
+    def __init__(self, model: PreTrainedModel, arrived: QuantizedModulePatch | None = None):
+        """arrived: of linears that came quantized, `Repacked`."""
+        self.model, self.arrived = model, arrived
 
     @property
     def owner(self) -> PreTrainedModel:
@@ -65,7 +68,14 @@ class SaveOverride(InstanceMethod):
                 f"{inside[0]} is inside an adapter; save the adapter by itself, or unload it before the model is saved"
             )
         ours = tuple(f"{path}." for path in (*held, *mixtures))
-        if ours and (other := [name for name, one in names.items() if _packed(one) and not name.startswith(ours)]):
+        other = [name for name, one in names.items() if _packed(one) and not name.startswith(ours)] if ours else []
+        came = {} if self.arrived is None else {id(module): repacked for repacked, module in self.arrived.pairs}
+        if other or any(module.scheme.ordered for module in held.values()):
+            if not mixtures and all(id(module) in came for module in held.values()):
+                written = _as_it_came(names, {path: came[id(module)] for path, module in held.items()}, held)
+                own(model, save_directory, *args, state_dict=written, **kwargs)
+                return
+        if other:
             raise ValueError(
                 f"{other[0]} is in the format of another library, and {ours[0]}weight in ours: no folder holds both; "
                 "after accel.restore(model) all is saved as it came"
@@ -97,9 +107,18 @@ def untie(config: PretrainedConfig) -> None:
             setattr(one, TIED, False)
 
 
-def guard(model: PreTrainedModel) -> Patch | None:
+def guard(model: PreTrainedModel, arrived: QuantizedModulePatch | None = None) -> Patch | None:
     """The patch that installs `SaveOverride`; None where it is installed already."""
-    return Patch(model, SAVE, SaveOverride(model)) if SAVE not in vars(model) else None
+    return Patch(model, SAVE, SaveOverride(model, arrived)) if SAVE not in vars(model) else None
+
+
+def _as_it_came(names: dict, came: dict[str, Repacked], held: dict[str, QuantizedLinear]) -> dict[str, torch.Tensor]:
+    """The state dict that a model had before its linears were repacked."""
+    ours = tuple(f"{path}." for path in held)
+    written = {name: tensor for name, tensor in names.items() if not name.startswith(ours)}
+    for path, one in came.items():
+        written |= {f"{path}.{name}": tensor for name, tensor in one.state_dict(held[path].quantized).items()}
+    return written
 
 
 def _quantized(model: PreTrainedModel, names: dict) -> tuple[dict[str, QuantizedLinear], dict[str, QuantizedExperts]]:
@@ -148,7 +167,7 @@ def _written(names: dict, held: dict[str, QuantizedLinear], heads: set[str]) -> 
     seen: set[int] = set()
     shifted = {module.scheme for module in held.values() if not (module.transposed or module.scheme.symmetric)}
     for path, module in held.items():
-        data, scales, zeros, inputs, columns = (written.pop(f"{path}.{name}", None) for name in PARTS)
+        data, scales, zeros, inputs, columns, _ = (written.pop(f"{path}.{name}", None) for name in PARTS)
         quantized, reason = module.read(data, scales, zeros), None
         if not module.format.saved:
             reason = OTHER

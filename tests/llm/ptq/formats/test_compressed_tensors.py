@@ -9,8 +9,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import accel
-from accel.llm.ptq.formats import compressed_tensors as compressed
 from accel.options import SCHEMES as NAMES
+from accel.quantization.formats import compressed_tensors as compressed
 from accel.quantization.rounding import round_to_nearest
 from accel.quantization.scheme import Scheme
 from support.llm.families import layers, make, padded
@@ -95,7 +95,7 @@ def test_eight_bits_packed_as_other_tools_write_them(group, symmetric):
     again = compressed.read(parts)
     assert torch.equal(again.data, ours.data) and torch.equal(again.scales, ours.scales)
     assert symmetric or torch.equal(again.zeros, ours.zeros)
-    assert torch.equal(compressed.to_bytes(again.data), parts["weight_packed"])
+    assert torch.equal(pack(again.data, 8), parts["weight_packed"])
 
 
 def test_a_scale_for_all_is_one_for_each_row():

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 import accel
-from accel.llm.ptq.formats.layouts import CompressedTensors
+from accel.quantization.formats.compressed_tensors import read_compressed_tensors
+from accel.quantization.formats.repacked import Repacked
 from support.llm.families import in_turn, make, padded
 from support.llm.held_out import LiveBytes
 from support.llm.outputs import generate, ran_fast, same
@@ -109,8 +110,8 @@ def test_numbers_are_never_held_twice(kind, activations, folders):
 
 
 @pytest.mark.parametrize("name", ["llama", "llama-biases"])
-@pytest.mark.parametrize("kind", [*KINDS, "gptq-symmetric", "gptq-8", "gptq-8-v2", "gptq-packs"])
-@pytest.mark.share(5)
+@pytest.mark.parametrize("kind", sorted(MAKERS))
+@pytest.mark.share(3)
 def test_other_layouts_are_repacked(kind, name):
     model, twin = prequantized(kind, name)
     held = {key: (id(value), value.clone()) for key, value in (*model.named_parameters(), *model.named_buffers())}
@@ -118,6 +119,8 @@ def test_other_layouts_are_repacked(kind, name):
     accel.optimize(model)
     assert len(held_by(model)) == 14 and fast(model), accel.report(model)
     assert (held_by(model)[0].zeros is None) == (kind in ("gptq-symmetric", "bitsandbytes"))
+    ordered = {module.order for module in held_by(model) if module.in_features == 64}
+    assert len(ordered) == 1 and (None in ordered) == ("order" not in kind)
     ids, mask = padded()
     same(generate(model, ids, mask), generate(twin, ids, mask))
     ran_fast(model)
@@ -218,10 +221,10 @@ def test_it_is_recognized_by_what_it_holds():
     module = Elsewhere(64, 32)
     del module.weight
     module.weight = nn.Parameter(torch.ones(32, 64, dtype=torch.int8), requires_grad=False)
-    assert CompressedTensors.recognize(module, torch.float32) is None
+    assert read_compressed_tensors(module) is None
     module.weight_scale = nn.Parameter(torch.ones(32, 1))
-    assert isinstance(CompressedTensors.recognize(module, torch.float32), CompressedTensors)
-    assert CompressedTensors.recognize(nn.Linear(4, 4), torch.float32) is None
+    assert isinstance(read_compressed_tensors(module), Repacked)
+    assert read_compressed_tensors(nn.Linear(4, 4)) is None
 
 
 def spoiled(model, change):
@@ -230,12 +233,13 @@ def spoiled(model, change):
     return module
 
 
+def uneven(module):
+    module.g_idx = (torch.arange(module.g_idx.numel()) >= 20).int()
+
+
 LEFT = {
-    "act-order: its columns are in an order of their own": lambda module: setattr(
-        module, "g_idx", module.g_idx.flip(0).contiguous()
-    ),
-    "3 bits: only 4 and 8 are read": lambda module: setattr(
-        module, "qweight", torch.zeros(6, module.qweight.shape[1], dtype=torch.int32)
+    "9 bits: only 2 to 8 are read": lambda module: setattr(
+        module, "qweight", torch.zeros(18, module.qweight.shape[1], dtype=torch.int32)
     ),
     "it computes something else than its tensors say (": lambda module: setattr(
         module, "forward", lambda x: GptqLinear.forward(module, x) * 1.1
@@ -244,9 +248,9 @@ LEFT = {
     "64 inputs in 2 groups, zero points (2, 11)": lambda module: setattr(
         module, "qzeros", module.qzeros[:, :-1].contiguous()
     ),
-    "384 bits: only 4 and 8 are read": lambda module: setattr(module, "qweight", module.qweight.flatten()),
-    "groups of uneven sizes": lambda module: setattr(module, "g_idx", (module.g_idx + 1).clamp_max(1)),
-    "its tensors cannot be read: ZeroDivisionError": lambda module: setattr(module, "scales", module.scales[:0]),
+    "384 bits: only 2 to 8 are read": lambda module: setattr(module, "qweight", module.qweight.flatten()),
+    "it runs its own forward: groups of uneven sizes: [20, 44] inputs share a scale": lambda module: uneven(module),
+    "64 inputs in 0 groups": lambda module: setattr(module, "scales", module.scales[:0]),
     "forward hooks": lambda module: module.register_forward_hook(lambda *given: None),
 }
 
@@ -270,7 +274,7 @@ def test_layers_are_fused_around_what_is_left():
     model, _ = prequantized("gptq")
     for module in model.modules():
         if isinstance(module, GptqLinear):
-            module.g_idx = module.g_idx.flip(0).contiguous()
+            uneven(module)
     wanted = logits(model)
     accel.optimize(model)
     assert not held_by(model) and {status for status, _ in sites(model).values()} == {"skipped"}
@@ -331,7 +335,7 @@ def test_dequantized_by_a_call_before(folders):
     accel.optimize(model)
     assert not held_by(model)
     assert {reason for _, reason in sites(model).values()} == {
-        "its weight was dequantized by a call before accel.optimize"
+        "it runs its own forward: its weight was dequantized by a call before accel.optimize"
     }
     assert torch.equal(logits(model)["logits"], before) or accel.verify(model).passed
 

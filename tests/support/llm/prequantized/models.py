@@ -2,6 +2,7 @@
 
 import copy
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -16,29 +17,31 @@ from support.llm.families import layers, make
 
 
 def words(rows: torch.Tensor, bits: int = 4) -> torch.Tensor:
-    """(n, m) of 0..15 as int32 (n / 8, m), the first row of eight in the lowest bits; or of 0..255, four to a word."""
-    count = 32 // bits
-    packed = torch.zeros(rows.shape[0] // count, rows.shape[1], dtype=torch.int64)
-    for place in range(count):
-        packed |= rows[place::count].long() << bits * place
+    """(n, m) of numbers of so many bits as int32 (n bits / 32, m): one stream of bits, the first in the lowest."""
+    stream = (rows.long()[:, None] >> torch.arange(bits)[None, :, None] & 1).reshape(-1, 32, rows.shape[1])
+    packed = (stream << torch.arange(32)[None, :, None]).sum(1)
     return torch.where(packed >= 2**31, packed - 2**32, packed).int()
 
 
 def nibbles(packed: torch.Tensor, bits: int = 4) -> torch.Tensor:
     """`words` taken back."""
-    found = torch.stack([(packed.long() >> bits * place) & (1 << bits) - 1 for place in range(32 // bits)], dim=1)
-    return found.flatten(0, 1)
+    stream = (packed.long()[:, None] >> torch.arange(32)[None, :, None] & 1).reshape(-1, bits, packed.shape[1])
+    return (stream << torch.arange(bits)[None, :, None]).sum(1)
 
 
 class GptqLinear(nn.Module):
-    """offset: what is taken off a zero point before it is stored, 1 in the first version of the format."""
+    """offset: what is taken off a zero point before it is stored, 1 in the first version of the format. sizes: of the
+    groups, where they are not equal.
+    """
 
-    def __init__(self, q, z, scales, bias, offset=1, order=None, bits=4):
+    def __init__(self, q, z, scales, bias, offset=1, bits=4, sizes=None, act_order=False):
         super().__init__()
         self.offset, columns, self.bits = offset, q.shape[1], bits
-        group = columns // scales.shape[1]
-        g_idx = torch.arange(columns) // group
-        g_idx = g_idx if order is None else g_idx[order]
+        sizes = [columns // scales.shape[1]] * scales.shape[1] if sizes is None else sizes
+        g_idx = torch.arange(scales.shape[1]).repeat_interleave(torch.tensor(sizes))
+        if act_order:  # the same for all linears of one input
+            order = torch.randperm(columns, generator=torch.Generator().manual_seed(columns))
+            q, g_idx = q[:, order], g_idx[order]
         self.register_buffer("g_idx", g_idx.int())
         self.register_buffer("qweight", words(q.t(), bits))
         self.register_buffer("qzeros", words(z - offset & (1 << bits) - 1, bits).t().contiguous())
@@ -69,17 +72,20 @@ class PackingLinear(GptqLinear):
 class AwqLinear(nn.Module):
     ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
-    def __init__(self, q, z, scales, bias):
+    def __init__(self, q, z, scales, bias, bits=4):
         super().__init__()
-        self.register_buffer("qweight", words(self._shuffled(q)).t().contiguous())
-        self.register_buffer("qzeros", words(self._shuffled(z)).t().contiguous())
+        self.bits = bits
+        self.register_buffer("qweight", words(self._shuffled(q), bits).t().contiguous())
+        self.register_buffer("qzeros", words(self._shuffled(z), bits).t().contiguous())
         self.register_buffer("scales", scales.t().contiguous())
         self.register_buffer("bias", None if bias is None else bias.detach().clone())
 
     def _shuffled(self, rows):
-        return rows.reshape(-1, 8, rows.shape[1])[:, list(self.ORDER)].flatten(0, 1)
+        return rows if self.bits != 4 else rows.reshape(-1, 8, rows.shape[1])[:, list(self.ORDER)].flatten(0, 1)
 
     def _ordered(self, packed):
+        if self.bits != 4:
+            return nibbles(packed.t(), self.bits)
         found = nibbles(packed.t()).reshape(-1, 8, packed.shape[0])
         ordered = torch.empty_like(found)
         ordered[:, list(self.ORDER)] = found
@@ -109,15 +115,31 @@ def prequantized(kind: str, name: str = "llama-biases", dtype=torch.float32, **c
     return model, twin
 
 
-def four_bits(make_linear, linear, symmetric=False, kind="int4", **options):
-    """kind: int8 for eight."""
-    rounded = round_to_nearest(linear.weight, Scheme(kind, 32, symmetric))
-    zeros = torch.zeros_like(rounded.scales, dtype=torch.int8) if rounded.zeros is None else rounded.zeros
-    above = 8 if kind == "int4" else 128
-    zeros = zeros.clamp_min(1 - above)  # the first version of GPTQ's format has no room for the least
-    rounded = rounded._replace(zeros=zeros)
-    numbers, zeros = rounded.numbers().int() + above, zeros.int() + above
-    return make_linear(numbers, zeros, rounded.scales, linear.bias, **options), rounded.dequantized(torch.float32)
+def packed(make_linear, linear, symmetric=False, bits=4, sizes=None, act_order=False, **options):
+    """A linear of another library with `linear`'s weight rounded to so many bits, and the values it has then."""
+    sizes = [32] * (linear.in_features // 32) if sizes is None else sizes
+    group_of = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
+    values, half = linear.weight.detach().float(), 1 << bits - 1
+    low, high = (
+        torch.stack([edge(part, 1) for part in values.split(sizes, 1)], 1) for edge in (torch.amin, torch.amax)
+    )
+    if symmetric:
+        scales, zeros = torch.maximum(high, -low) / (half - 1), torch.full_like(low, half)
+    else:
+        scales = (high.clamp_min(0) - low.clamp_max(0)) / (2 * half - 1)
+        zeros = (
+            (-low.clamp_max(0) / scales).round().clamp(1, 2 * half - 1)
+        )  # the first version has no room for the least
+    scales = scales.to(linear.weight.dtype)
+    numbers = (values / scales[:, group_of] + zeros[:, group_of]).round().clamp(0, 2 * half - 1)
+    rounded = (numbers - zeros[:, group_of]) * scales.float()[:, group_of]
+    if make_linear is not AwqLinear:
+        options |= {"sizes": sizes, "act_order": act_order}
+    made = make_linear(numbers.int(), zeros.int(), scales, linear.bias, bits=bits, **options)
+    if act_order:
+        place = torch.randperm(linear.in_features, generator=torch.Generator().manual_seed(linear.in_features))
+        rounded = rounded[:, place]
+    return made, rounded
 
 
 def eight_bits(linear):
@@ -132,13 +154,22 @@ def eight_bits(linear):
 
 
 MAKERS = {
-    "gptq": lambda linear: four_bits(GptqLinear, linear),
-    "gptq-v2": lambda linear: four_bits(GptqLinear, linear, offset=0),
-    "gptq-symmetric": lambda linear: four_bits(GptqLinear, linear, symmetric=True),
-    "gptq-8": lambda linear: four_bits(GptqLinear, linear, kind="int8", bits=8),
-    "gptq-8-v2": lambda linear: four_bits(GptqLinear, linear, kind="int8", bits=8, offset=0),
-    "gptq-packs": lambda linear: four_bits(PackingLinear, linear),
-    "awq": lambda linear: four_bits(AwqLinear, linear),
+    "gptq": partial(packed, GptqLinear),
+    "gptq-v2": partial(packed, GptqLinear, offset=0),
+    "gptq-symmetric": partial(packed, GptqLinear, symmetric=True),
+    "gptq-8": partial(packed, GptqLinear, bits=8),
+    "gptq-8-v2": partial(packed, GptqLinear, bits=8, offset=0),
+    "gptq-packs": partial(packed, PackingLinear),
+    "gptq-order": partial(packed, GptqLinear, act_order=True),
+    "gptq-2": partial(packed, GptqLinear, bits=2),
+    "gptq-3-order": partial(packed, GptqLinear, bits=3, offset=0, act_order=True),
+    "gptq-5": partial(packed, GptqLinear, bits=5),
+    "gptq-8-order": partial(packed, GptqLinear, bits=8, act_order=True),
+    "gptq-uneven": lambda linear: packed(GptqLinear, linear, sizes=[*[32] * (linear.in_features // 32 - 2), 64]),
+    "awq": partial(packed, AwqLinear),
+    "awq-2": partial(packed, AwqLinear, bits=2),
+    "awq-3": partial(packed, AwqLinear, bits=3),
+    "awq-8": partial(packed, AwqLinear, bits=8),
     "bitsandbytes": eight_bits,
 }
 

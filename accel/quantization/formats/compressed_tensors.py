@@ -3,24 +3,29 @@
 Formats "int-quantized" and "float-quantized": `weight` int8 or float8_e4m3fn (N, K). "pack-quantized": `weight_packed`
 int32, numbers of 4 or 8 bits stored plus half their range, the first in the lowest bits, with `weight_shape`. All:
 `weight_scale` (N, groups); where 0 does not stand for 0, `weight_zero_point`, int8 (N, groups), packed along the rows
-where the weight is packed. Whole numbers are written packed, which is where vLLM looks for weights that meet
+where the weight is packed; where columns that share a scale lie apart, `weight_g_idx` (K), the group of each. Whole
+numbers are written packed, which is where vLLM looks for weights that meet
 activations in 16 bits; it takes "int-quantized" only with activations in 8 bits. Read is either. Source: the package
 compressed-tensors 0.20, compressors/pack_quantized and compressors/naive_quantized.
 """
 
 from collections.abc import Collection, Mapping
+from functools import partial
+from typing import Any
 
 import torch
-from accel_kernels.gemm.quantized_weight import PER_WORD, Quantized, pack, unpack
+from accel_kernels.gemm.quantized_weight import PER_WORD, WORD, Quantized, pack, unpack
+from torch import nn
 
-from accel.quantization.activations import FIXED, SCALE
+from accel.patching.structure import stock_method
+from accel.quantization.activations import FIXED, ROW_DTYPES, SCALE, is_static, weight_dtype_of
+from accel.quantization.formats.repacked import UNROUNDED, Repacked, column_order, held_tensors
 from accel.quantization.scheme import Scheme
 
-METHOD = "compressed-tensors"
+METHOD, PACKAGE = "compressed-tensors", "compressed_tensors."
 PACKED, BYTEWISE, FLOAT = "pack-quantized", "int-quantized", "float-quantized"
-ORDER = "weight_g_idx"  # the group of each column, where a group's do not lie side by side
-NAMES = ("weight", "weight_packed", "weight_scale", "weight_zero_point", "weight_shape", ORDER)
-WORD = 32
+GROUP_OF = "weight_g_idx"
+NAMES = ("weight", "weight_packed", "weight_scale", "weight_zero_point", "weight_shape", GROUP_OF)
 BYTES = (torch.int8, torch.float8_e4m3fn)
 
 
@@ -36,18 +41,23 @@ def parts(quantized: Quantized, format: str = PACKED) -> dict[str, torch.Tensor]
 
     8-bit integers, which are not, are packed on the CPU: no second copy of a model takes room on its GPU.
     """
-    data, scales, zeros, stored = quantized
+    data, scales, zeros, stored, order = quantized
+    if order is not None:
+        data = stored.pack(quantized.numbers())
+        group_of = torch.empty_like(order, dtype=torch.int32)
+        group_of[order] = torch.arange(len(order), device=order.device, dtype=torch.int32) // quantized.group
+        return parts(Quantized(data, scales, zeros, stored), format) | {GROUP_OF: group_of}
     if stored.name == "fp8" or format == BYTEWISE:
         return {"weight": data, "weight_scale": scales}
     packed = stored.name == "int4"
-    words = data if packed else to_bytes(data.cpu())
+    words = data if packed else pack(data.cpu(), 8)
     found = {
         "weight_packed": words,
         "weight_scale": scales,
         "weight_shape": torch.tensor(quantized.shape, device="cpu"),
     }
     if zeros is not None:
-        found["weight_zero_point"] = packed_zeros(zeros) if packed else to_bytes(zeros.t()).t().contiguous()
+        found["weight_zero_point"] = packed_zeros(zeros, stored.bits)
     return found
 
 
@@ -76,24 +86,18 @@ def read(held: Mapping[str, torch.Tensor | None], taken: bool = False) -> Quanti
         raise ValueError(f"{columns} inputs, not a multiple of {PER_WORD}")
     if zeros is not None and (zeros.dtype != torch.int8 or zeros.shape != scales.shape):
         raise ValueError(f"zero points {tuple(zeros.shape)} of {zeros.dtype} for scales {tuple(scales.shape)}")
-    return Quantized.of(data, scales, zeros)
+    weight, group_of = Quantized.of(data, scales, zeros), held.get(GROUP_OF)
+    return weight if group_of is None or group_of.is_meta else weight.by_order(_order(weight, group_of))
 
 
-def by_order(quantized: Quantized, order: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The weight (N, K) in dtype; order (K,): the group of each column. Raises ValueError for an order that is none.
-
-    "Activation order" of GPTQ, see compressed-tensors 0.20 (actorder "group"): columns stay where they are.
-    """
-    columns, groups = quantized.shape[1], quantized.scales.shape[1]
-    if order.dtype.is_floating_point or order.shape != (columns,):
-        raise ValueError(f"an order of columns {tuple(order.shape)} of {order.dtype} for {columns} inputs")
-    order = order.long()
-    if bool((order.sort().values != torch.arange(columns, device=order.device) // quantized.group).any()):
-        raise ValueError(f"an order of columns that does not give each of {groups} groups {quantized.group} of them")
-    numbers = quantized.numbers().float()
-    if quantized.zeros is not None:
-        numbers -= quantized.zeros.float()[:, order]
-    return (numbers * quantized.scales.float()[:, order]).to(dtype)
+def _order(weight: Quantized, group_of: torch.Tensor) -> torch.Tensor | None:
+    columns, groups = weight.shape[1], weight.scales.shape[1]
+    if group_of.dtype.is_floating_point or group_of.shape != (columns,):
+        raise ValueError(f"an order of columns {tuple(group_of.shape)} of {group_of.dtype} for {columns} inputs")
+    order, repeats = column_order(group_of, groups)
+    if bool((repeats != 1).any()):
+        raise ValueError(f"an order of columns that does not give each of {groups} groups {weight.group} of them")
+    return order
 
 
 def _held(held: Mapping[str, torch.Tensor | None], name: str) -> torch.Tensor:
@@ -117,8 +121,8 @@ def _unpacked(
         per_word = WORD // wide
         if zeros.dtype != torch.int32 or zeros.shape != (-(-rows // per_word), scales.shape[-1]):
             raise ValueError(f"packed zero points {tuple(zeros.shape)} of {zeros.dtype} for {rows} rows")
-        zeros = (unpacked_zeros if wide == 4 else _zeros_of_bytes)(zeros, rows)
-    return (words if wide == 4 else from_bytes(words, taken)), zeros
+        zeros = unpacked_zeros(zeros, rows, wide)
+    return (words if wide == 4 else _bytes(words, taken)), zeros
 
 
 def bits(words: torch.Tensor, shape: torch.Tensor) -> int:
@@ -127,39 +131,28 @@ def bits(words: torch.Tensor, shape: torch.Tensor) -> int:
     return columns and words.shape[-1] * WORD // columns
 
 
-def packed_zeros(zeros: torch.Tensor) -> torch.Tensor:
-    """(N, groups) of -8..7 as int32 (ceil(N / 8), groups)."""
-    lacking = -zeros.shape[0] % PER_WORD
-    return pack(torch.nn.functional.pad(zeros.t(), (0, lacking), value=-8)).t().contiguous()
+def packed_zeros(zeros: torch.Tensor, bits: int = 4) -> torch.Tensor:
+    """(N, groups) as int32 (ceil(N bits / 32), groups), packed along the rows."""
+    lacking = -zeros.shape[0] % (WORD // bits)
+    return pack(torch.nn.functional.pad(zeros.t(), (0, lacking), value=-(1 << bits - 1)), bits).t().contiguous()
 
 
-def unpacked_zeros(words: torch.Tensor, rows: int) -> torch.Tensor:
-    """(rows, groups) int8 of zeros that are packed along the rows."""
-    return unpack(words.t())[:, :rows].t().contiguous()
+def unpacked_zeros(words: torch.Tensor, rows: int, bits: int = 4) -> torch.Tensor:
+    """`packed_zeros` taken back: (rows, groups) int8."""
+    return unpack(words.t(), bits)[:, :rows].t().contiguous()
 
 
-def from_bytes(words: torch.Tensor, taken: bool = False) -> torch.Tensor:
-    """int8 (N, K) of 8-bit numbers in int32 (N, K / 4), stored plus 128; in the same memory where that is `taken`."""
-    stored = words.contiguous().view(torch.uint8)
-    return (stored.bitwise_xor_(128) if taken else stored ^ 128).view(torch.int8)
-
-
-def to_bytes(numbers: torch.Tensor) -> torch.Tensor:
-    """`from_bytes` taken back; where K is no multiple of 4, the last bytes are 0."""
-    if lacking := -numbers.shape[1] % 4:
-        numbers = torch.nn.functional.pad(numbers, (0, lacking), value=-128)
-    words = (numbers.contiguous().view(torch.uint8) ^ 128).flatten().view(torch.int32)
-    return words.view(numbers.shape[0], -1)
-
-
-def _zeros_of_bytes(words: torch.Tensor, rows: int) -> torch.Tensor:
-    return from_bytes(words.t())[:, :rows].t().contiguous()
+def _bytes(words: torch.Tensor, taken: bool) -> torch.Tensor:
+    """int8 (N, K) of 8-bit numbers in int32 (N, K / 4); in the same memory where that is `taken`."""
+    if not taken:
+        return unpack(words, 8)
+    return words.contiguous().view(torch.uint8).bitwise_xor_(128).view(torch.int8)
 
 
 def scheme_of(quantized: Quantized) -> Scheme:
     """As the tensors are; a group that takes all columns is a scale by row."""
     group = None if quantized.scales.shape[1] == 1 else quantized.group
-    return Scheme(quantized.format.name, group, quantized.zeros is None)
+    return Scheme(quantized.format.name, group, quantized.zeros is None, ordered=quantized.order is not None)
 
 
 def config(schemes: Mapping[str, Scheme], ignored: list[str], heads: Collection[str] = ()) -> dict:
@@ -230,7 +223,7 @@ def _group(scheme: Scheme, targets: list[str]) -> dict:
         "strategy": "channel" if scheme.group is None else "group",
         "group_size": scheme.group,
         "dynamic": False,
-    }
+    } | ({"actorder": "group"} if scheme.ordered else {})
     return {
         "targets": targets,
         "weights": weights,
@@ -238,3 +231,49 @@ def _group(scheme: Scheme, targets: list[str]) -> dict:
         "output_activations": None,
         "format": format_of(scheme),
     }
+
+
+def read_compressed_tensors(module: Any) -> Repacked | str | None:
+    """As transformers makes of a folder in this layout, before its first call."""
+    held = held_tensors(module)
+    if not isinstance(module, nn.Linear) or "weight_scale" not in held:
+        return None
+    weight = held.get("weight")
+    if weight is not None and weight.is_floating_point() and weight.dtype not in BYTES:
+        return "its weight was dequantized by a call before accel.optimize"
+    forward = vars(module).get("forward")
+    if forward is not None and not stock_method(module, forward) and not of_package(forward):
+        return f"its forward was replaced ({type(forward).__name__})"
+    big = held["weight_packed"] if "weight_packed" in held else held["weight"]
+    found = getattr(vars(module).get("quantization_scheme"), "input_activations", None)
+    said = {name: getattr(found, name, None) for name in ("num_bits", "type", "symmetric", "strategy", "dynamic")}
+    rounding = rounding_of(said)
+    fixed = rounding is not None and is_static(rounding) and ROW_DTYPES[weight_dtype_of(rounding)] == big.dtype
+    wide = "weight_packed" in held and bits(big, held["weight_shape"]) == 8
+    return Repacked(
+        module,
+        METHOD,
+        big,
+        (_of_module,),
+        partial(_data, wide=wide),
+        note=UNROUNDED if found is not None else "",
+        input_scale=input_scale(held) if fixed else None,
+        called=False,
+    )
+
+
+def of_package(function: object) -> bool:
+    """Whether a forward or a hook is one of compressed-tensors' own."""
+    function = getattr(function, "__func__", function)
+    return getattr(function, "__globals__", {}).get("__name__", "").startswith(PACKAGE)
+
+
+def _of_module(module: nn.Module) -> Quantized:
+    return read({name: tensor.detach() for name, tensor in held_tensors(module).items()})
+
+
+def _data(quantized: Quantized, wide: bool) -> torch.Tensor:
+    """As it lies in the file; the same memory where it lies so here. wide: of 8 bits, packed."""
+    if wide:
+        return pack(quantized.numbers(), 8)
+    return quantized.data if quantized.order is None else quantized.format.pack(quantized.numbers())
