@@ -147,8 +147,8 @@ def _weight(numbers: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, bi
     """numbers: (N, K); scales, zeros: (groups, N). Raises ValueError for a zero point with no room."""
     if zeros.numel() and zeros.max() > (7 if bits <= 4 else 127):
         raise ValueError(f"a zero point of {1 << bits}")
-    zeros = zeros.t().to(torch.int8).contiguous() if bool(zeros.any()) else None
-    return Quantized.of(pack(numbers) if bits <= 4 else numbers, scales.detach().t().contiguous(), zeros)
+    middle = zeros.t().to(torch.int8).contiguous() if bool(zeros.any()) else None
+    return Quantized.of(pack(numbers) if bits <= 4 else numbers.contiguous(), scales.detach().t().contiguous(), middle)
 
 
 def _gptq_weight(module: nn.Module, bits: int, offset: int) -> Quantized:
@@ -169,7 +169,7 @@ def _awq_weight(module: nn.Module, bits: int) -> Quantized:
     numbers, zeros = (unpack(held[name].detach(), bits) for name in ("qweight", "qzeros"))
     if bits == 4:
         numbers, zeros = (one.unflatten(1, (-1, PER_WORD))[:, :, list(PLACES)].flatten(1) for one in (numbers, zeros))
-    return _weight(numbers.t().contiguous(), held["scales"], zeros, bits)
+    return _weight(numbers.t(), held["scales"], zeros, bits)
 
 
 def _awq_words(quantized: Quantized, bits: int) -> torch.Tensor:

@@ -60,11 +60,11 @@ def recognize(module: nn.Module, dtype: torch.dtype) -> Repacked | StoredWeight 
         return str(error)
     except Exception as error:  # whatever tensors of other shapes, or without memory, may raise
         return f"its tensors cannot be read: {reason_of(error)}"
-    found = read_stored(module)
-    if not isinstance(found, StoredWeight):
-        return found
+    stored = read_stored(module)
+    if not isinstance(stored, StoredWeight):
+        return stored
     reason = foreign_forward(module) or ("its weight is divided among ranks" if known(module) else None)
-    return reason or (found if stored_weight(module) is not None else "it computes something else than its tensors say")
+    return reason or (stored_weight(module) or "it computes something else than its tensors say")
 
 
 def read_stored(module: Any) -> StoredWeight | str | None:

@@ -205,7 +205,8 @@ class Quantized(NamedTuple):
 
     def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Quantized":
         """The same of change(part) for every part there is."""
-        return self._replace(**{name: change(part) for name, part in self.parts().items()})
+        zeros = None if self.zeros is None else change(self.zeros)
+        return self._replace(data=change(self.data), scales=change(self.scales), zeros=zeros)
 
     def rows(self, start: int, end: int) -> "Quantized":
         """Some rows of it, as views."""

@@ -6,10 +6,12 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import accel
 from accel.quantization.formats.compressed_tensors import read_compressed_tensors
 from accel.quantization.formats.repacked import Repacked
+from accel.quantization.product import Rows, product
 from support.llm.families import in_turn, make, padded
 from support.llm.held_out import LiveBytes
 from support.llm.outputs import generate, ran_fast, same
@@ -121,6 +123,9 @@ def test_other_layouts_are_repacked(kind, name):
     assert (held_by(model)[0].zeros is None) == (kind in ("gptq-symmetric", "bitsandbytes"))
     ordered = {module.order for module in held_by(model) if module.in_features == 64}
     assert len(ordered) == 1 and (None in ordered) == ("order" not in kind)
+    for path, module in model.named_modules():
+        if module in held_by(model) and kind != "bitsandbytes":  # which divides once more
+            assert torch.equal(module.quantized.dequantized(torch.float32), twin.get_submodule(path).weight)
     ids, mask = padded()
     same(generate(model, ids, mask), generate(twin, ids, mask))
     ran_fast(model)
@@ -131,6 +136,32 @@ def test_other_layouts_are_repacked(kind, name):
     after = dict((*model.named_parameters(), *model.named_buffers()))
     assert after.keys() == held.keys()
     assert all(id(after[key]) == held[key][0] and torch.equal(after[key], held[key][1]) for key in held)
+
+
+class Gathers(TorchDispatchMode):
+    """Counts how often columns are put in another order."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function is torch.ops.aten.index_select.default
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("tokens", [1, 7])
+def test_inputs_are_put_in_order_once_for_all_that_take_them(tokens):
+    model, twin = prequantized("gptq-order", "llama")
+    accel.optimize(model)
+    ids = torch.arange(3, 3 + tokens)[None]
+    with Gathers() as counted:
+        found = model(ids)
+    assert counted.count == 2 * 4  # of attention, its output, gate and up, down
+    same({"x": found.logits}, {"x": twin(ids).logits})
+    alone, other = (model.model.layers[0].self_attn.get_submodule(name) for name in ("q_proj", "o_proj"))
+    x = torch.randn(3, 64)
+    rows = Rows(x)
+    assert torch.equal(product(alone, rows), alone(x)) and torch.equal(product(other, rows), other(x))
+    assert rows.ordered(alone, alone.quantized) is rows.ordered(other, other.quantized)
 
 
 @pytest.mark.parametrize("called", [False, True])

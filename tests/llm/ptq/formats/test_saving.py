@@ -243,13 +243,27 @@ def test_a_folder_whose_configuration_ties_what_it_quantizes(tmp_path):
 def test_no_folder_holds_two_formats(tmp_path):
     model, _ = prequantized("gptq")
     module = model.model.layers[1].mlp.up_proj
-    module.g_idx = module.g_idx.flip(0).contiguous()
-    accel.optimize(model)
+    module.g_idx = (torch.arange(64) < 20).int()
+    accel.optimize(model, weights="int8-head")
     with pytest.raises(
         ValueError, match=r"1\.mlp\.up_proj\.qweight is in the format of another library.*accel.restore"
     ):
         model.save_pretrained(tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("kind", ["gptq-3-order", "gptq"])
+def test_what_no_file_of_compressed_tensors_holds_is_saved_as_it_came(kind, tmp_path):
+    model, _ = prequantized(kind)
+    if kind == "gptq":  # one keeps its forward
+        module = model.model.layers[1].mlp.up_proj
+        module.g_idx = (torch.arange(64) < 20).int()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    accel.optimize(model)
+    assert len(held_by(model)) == 14 - (kind == "gptq")
+    model.save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    assert saved.keys() == before.keys() and all(torch.equal(tensor, before[name]) for name, tensor in saved.items())
 
 
 def test_a_head_of_another_library():
