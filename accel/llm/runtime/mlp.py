@@ -211,12 +211,11 @@ class BoundMlp:
         """As the shared expert of a mixture, with this linear for its share; None where they are not plain."""
         linears = [self.gate, self.up, None if self.module is not None else self.down.weights]
         linears += [] if share is None else [share.weights]
-        plain = (
-            one is not None and one.ranks is None and not one.in_blocks and order_of(one.module) is None
-            for one in linears
-        )
+        plain = (one is not None and one.ranks is None and not one.in_blocks for one in linears)
         given = [one.operands() if one is not None and fits else None for one, fits in zip(linears, plain, strict=True)]
         if self.spec.inner is not None or any(one is None or one[1] is not None for one in given):
+            return None
+        if any(order_of(one.module) is not None for one in linears if one is not None):
             return None
         return SharedExpert(*(one[0] for one in given if one is not None))
 

@@ -9,7 +9,7 @@ from accel_kernels.gemm.blocks.codebook import CODEBOOKS, NESTED, PIECE, Codeboo
 from accel_kernels.gemm.quantized_weight import PER_WORD
 
 from accel.quantization.formats.repacked import UNROUNDED, Repacked
-from accel.quantization.formats.stored import StoredWeight
+from accel.quantization.formats.stored import StoredWeight, as_bytes
 
 TOP = 127
 
@@ -62,9 +62,7 @@ def read_bitsandbytes(module: Any) -> StoredWeight | str | None:
     side = Codebook(state.code, state.absmax, (scaled // PIECE).bit_length() - 1, *nested)
     tensors = {name: one for name, one in side._asdict().items() if isinstance(one, torch.Tensor)}
     dtypes = dict.fromkeys(tensors, torch.float32) | ({"absmax": torch.uint8} if state.nested else {})
-    if any(one.device != weight.device or one.dtype != dtypes[name] for name, one in tensors.items()):
-        return "scales on another device, or of another dtype"
-    with torch._C.DisableTorchFunctionSubclass():  # or every use would be asked of the parameter's class
-        data = weight.detach().as_subclass(torch.Tensor).view(torch.uint8)
-    held = BlockWeight(data, columns, CODEBOOKS[state.quant_type], side=side)
+    if any(one.dtype != dtypes[name] for name, one in tensors.items()):
+        return "scales of another dtype"
+    held = BlockWeight(as_bytes(weight), columns, CODEBOOKS[state.quant_type], side=side)
     return StoredWeight(held, module._parameters["bias"], module.compute_dtype)

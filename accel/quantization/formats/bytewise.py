@@ -68,11 +68,8 @@ def _pairs(module: Any, weight: torch.Tensor, data: torch.Tensor, scales: torch.
         return f"4 bits in blocks of {tall} x {group}"
     if type(zeros) is not torch.Tensor or not zeros.is_floating_point() or not scales.is_floating_point():
         return "4 bits with scales or zeros of a way of their own"
-    tensors = [data, scales, zeros]
-    if any(tuple(one.shape) != (columns // group, rows) for one in tensors[1:]):
+    if any(tuple(one.shape) != (columns // group, rows) for one in (scales, zeros)):
         return f"scales {tuple(scales.shape)} for a weight {tuple(weight.shape)}"
-    if any(not one.is_contiguous() or one.device != data.device or one.is_meta for one in tensors):
-        return "its tensors are not there, or not in their place"
     side = Affine(scales, zeros, rows, columns // PIECE, group // PIECE)
     held = BlockWeight(data.view(torch.uint8), columns, INT4_AFFINE, side=side)
     return StoredWeight(held, module._parameters["bias"], weight.dtype)
@@ -88,7 +85,4 @@ def _held(data: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, 
         return f"{scales.numel()} scales of {count} blocks"
     if not scales.is_floating_point():
         return f"scales of {scales.dtype}"
-    tensors = [one for one in (data, scales, zeros) if one is not None]
-    if any(not one.is_contiguous() or one.device != data.device or one.is_meta for one in tensors):
-        return "its tensors are not there, or not in their place"
     return ScaledBytes(data, scales, zeros, (tall, wide))

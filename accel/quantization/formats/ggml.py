@@ -6,7 +6,7 @@ import torch
 from accel_kernels.gemm.blocks.block_weight import BlockWeight
 from accel_kernels.gemm.blocks.ggml import BF16, GGML
 
-from accel.quantization.formats.stored import StoredWeight
+from accel.quantization.formats.stored import MISPLACED, StoredWeight, as_bytes
 
 FORMATS = {30: BF16} | {format.code: format for format in GGML.values()}  # by ggml's number of a type
 
@@ -32,9 +32,7 @@ def read_ggml(module: Any) -> StoredWeight | str | None:
         module.out_features, columns // format.columns * format.bytes,
     ):  # fmt: skip
         return f"a weight {tuple(weight.shape)} for {module.out_features} outputs of {columns} inputs"
-    with torch._C.DisableTorchFunctionSubclass():  # or every use would be asked of the parameter's class
-        data = weight.detach().as_subclass(torch.Tensor).view(torch.uint8)
-    if data.is_meta or not data.is_contiguous() or data.data_ptr() % 4:
-        return "its bytes are not there yet, or not in their place"
+    if (data := as_bytes(weight)).data_ptr() % 4:
+        return MISPLACED
     held = BlockWeight(data, columns, format, torch.float32 if format is BF16 else compute)
     return StoredWeight(held, module._parameters.get("bias"), vars(module).get("compute_dtype"))

@@ -9,9 +9,8 @@ Numbers of 2 to 8 bits are packed into int32 as one stream of bits, the first in
 Here numbers of up to 4 bits take 4, others 8; columns that share a scale are put together, see `Quantized.order`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from math import gcd
 from typing import Any
 
@@ -22,7 +21,6 @@ from torch import nn
 from accel.patching.rule import set_data
 
 UNROUNDED = "activations keep their dtype, and the original layer rounds them: give `activations` to round them too"
-BITS = range(2, 9)
 PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # in an AWQ word of 4 bits, of its columns in order
 
 
@@ -75,10 +73,12 @@ class Repacked:
         held = self.module.state_dict(keep_vars=True)
         return {name: self.back(quantized) if one is self.big else one.detach() for name, one in held.items()}
 
-    @property
-    def bias(self) -> nn.Parameter | None:
+    def bias(self, dtype: torch.dtype) -> nn.Parameter | None:
+        """In the dtype of the model: others cast it in their own product."""
         held = held_tensors(self.module).get("bias")
-        return held if held is None or isinstance(held, nn.Parameter) else nn.Parameter(held, requires_grad=False)
+        if held is None or (isinstance(held, nn.Parameter) and held.dtype == dtype):
+            return held
+        return nn.Parameter(held.to(dtype), requires_grad=False)
 
 
 def held_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -99,82 +99,61 @@ def column_order(group_of: torch.Tensor, groups: int) -> tuple[torch.Tensor | No
     return None if bool((group_of.diff() >= 0).all()) else order, sizes // unit
 
 
-def read_gptq(module: Any) -> Repacked | str | None:
-    """A linear as GPTQ stores it."""
+@dataclass(frozen=True)
+class PackedWords:
+    """How GPTQ, or AWQ, packs numbers of so many bits. offset: of zero points above what is stored."""
+
+    awq: bool
+    bits: int
+    offset: int = 0
+
+    def weight(self, module: nn.Module) -> Quantized:
+        """Raises ValueError for groups that cannot be made equal, or a zero point with no room."""
+        held, few = held_tensors(module), self.bits <= 4
+        words, scales = held["qweight"].detach(), held["scales"].detach()
+        numbers = self._placed(unpack(words, self.bits), PLACES).t() if self.awq else unpack(words.t(), self.bits)
+        order, repeats = column_order(_group_of(held), len(scales))
+        zeros = self._placed(unpack(held["qzeros"], self.bits), PLACES).short() + self.offset
+        if zeros.max() > (7 if few else 127):
+            raise ValueError(f"a zero point of {1 << self.bits}")
+        scales, zeros = (one.repeat_interleave(repeats, 0).t().contiguous() for one in (scales, zeros.to(torch.int8)))
+        data = pack(numbers) if few else numbers.contiguous()
+        return Quantized.of(data, scales, zeros if bool(zeros.any()) else None).by_order(order)
+
+    def words(self, quantized: Quantized) -> torch.Tensor:
+        """`qweight`."""
+        numbers = quantized.numbers()
+        if self.awq:
+            return pack(self._placed(numbers.t(), [PLACES.index(place) for place in range(PER_WORD)]), self.bits)
+        return pack(numbers, self.bits).t().contiguous()
+
+    def _placed(self, numbers: torch.Tensor, places: Sequence[int]) -> torch.Tensor:
+        if not self.awq or self.bits != 4:
+            return numbers
+        return numbers.unflatten(1, (-1, PER_WORD))[:, :, list(places)].flatten(1)
+
+
+def read_words(module: Any) -> Repacked | str | None:
+    """A linear as GPTQ or AWQ stores it."""
     held = held_tensors(module)
-    if not {"qweight", "qzeros", "scales", "g_idx"} <= held.keys():
+    if not {"qweight", "qzeros", "scales"} <= held.keys():
         return None
-    words, columns = held["qweight"], held["g_idx"].numel()
-    bits = words.shape[0] * WORD / max(1, columns)
-    if bits not in BITS:
+    words, zeros, (groups, outputs), awq = held["qweight"], held["qzeros"], held["scales"].shape, "g_idx" not in held
+    columns = len(words) if awq else held["g_idx"].numel()
+    bits = words.shape[1] * WORD / max(1, outputs) if awq else len(words) * WORD / max(1, columns)
+    if bits not in range(2, 9):
         return f"{bits:g} bits: only 2 to 8 are read"
-    ways = tuple(partial(_gptq_weight, bits=int(bits), offset=offset) for offset in (1, 0))  # the format's two versions
-    kind = _kind("GPTQ", int(bits))
-    return _sizes(held, columns, words.shape[1], int(bits)) or Repacked(
-        module, kind, words, ways, partial(_gptq_words, bits=int(bits))
-    )
-
-
-def read_awq(module: Any) -> Repacked | str | None:
-    """A linear as AWQ stores it."""
-    held = held_tensors(module)
-    if not {"qweight", "qzeros", "scales"} <= held.keys() or "g_idx" in held:
-        return None
-    words, (groups, outputs) = held["qweight"], held["scales"].shape
-    bits = words.shape[1] * WORD / max(1, outputs)
-    if bits not in BITS:
-        return f"{bits:g} bits: only 2 to 8 are read"
-    columns = words.shape[0]
-    uneven = columns % groups or columns % PER_WORD
-    reason = _sizes(held, columns, outputs, int(bits), uneven)
-    ways = (partial(_awq_weight, bits=int(bits)),)
-    return reason or Repacked(module, _kind("AWQ", int(bits)), words, ways, partial(_awq_words, bits=int(bits)))
-
-
-def _sizes(held: dict[str, torch.Tensor], columns: int, outputs: int, bits: int, uneven: int = 0) -> str | None:
-    zeros, groups = held["qzeros"], len(held["scales"])
-    if uneven or not groups or (zeros.shape[0], zeros.shape[1] * WORD) != (groups, outputs * bits):
+    whole = groups and not (awq and (columns % groups or columns % PER_WORD))
+    if not whole or (len(zeros), zeros.shape[1] * WORD) != (groups, outputs * bits):
         return f"{columns} inputs in {groups} groups, zero points {tuple(zeros.shape)}"
-    return None
+    ways = [PackedWords(awq, int(bits), offset) for offset in ((0,) if awq else (1, 0))]  # two versions of GPTQ's
+    kind, taken = "AWQ" if awq else "GPTQ", 4 if bits <= 4 else 8
+    kind += "" if bits == taken else f" of {bits:g} bits, {taken} in memory"
+    return Repacked(module, kind, words, tuple(way.weight for way in ways), ways[0].words)
 
 
-def _kind(name: str, bits: int) -> str:
-    taken = 4 if bits <= 4 else 8
-    return name if bits == taken else f"{name} of {bits} bits, {taken} in memory"
-
-
-def _weight(numbers: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, bits: int) -> Quantized:
-    """numbers: (N, K); scales, zeros: (groups, N). Raises ValueError for a zero point with no room."""
-    if zeros.numel() and zeros.max() > (7 if bits <= 4 else 127):
-        raise ValueError(f"a zero point of {1 << bits}")
-    middle = zeros.t().to(torch.int8).contiguous() if bool(zeros.any()) else None
-    return Quantized.of(pack(numbers) if bits <= 4 else numbers.contiguous(), scales.detach().t().contiguous(), middle)
-
-
-def _gptq_weight(module: nn.Module, bits: int, offset: int) -> Quantized:
-    held = held_tensors(module)
-    order, repeats = column_order(held["g_idx"], len(held["scales"]))
-    zeros = unpack(held["qzeros"], bits).short() + offset
-    scales, zeros = (one.repeat_interleave(repeats, 0) for one in (held["scales"], zeros))
-    numbers = unpack(held["qweight"].detach().t(), bits)
-    return _weight(numbers, scales, zeros, bits).by_order(order)
-
-
-def _gptq_words(quantized: Quantized, bits: int) -> torch.Tensor:
-    return pack(quantized.numbers(), bits).t().contiguous()
-
-
-def _awq_weight(module: nn.Module, bits: int) -> Quantized:
-    held = held_tensors(module)
-    numbers, zeros = (unpack(held[name].detach(), bits) for name in ("qweight", "qzeros"))
-    if bits == 4:
-        numbers, zeros = (one.unflatten(1, (-1, PER_WORD))[:, :, list(PLACES)].flatten(1) for one in (numbers, zeros))
-    return _weight(numbers.t(), held["scales"], zeros, bits)
-
-
-def _awq_words(quantized: Quantized, bits: int) -> torch.Tensor:
-    numbers = quantized.numbers().t()
-    if bits == 4:
-        places = [PLACES.index(place) for place in range(PER_WORD)]
-        numbers = numbers.unflatten(1, (-1, PER_WORD))[:, :, places].flatten(1)
-    return pack(numbers, bits)
+def _group_of(held: dict[str, torch.Tensor]) -> torch.Tensor:
+    if (group_of := held.get("g_idx")) is not None:
+        return group_of
+    columns, groups = len(held["qweight"]), len(held["scales"])
+    return torch.arange(columns, device=held["scales"].device) // (columns // groups)

@@ -5,9 +5,12 @@ from math import gcd
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from accel_kernels import BlockWeight, Quantized, quantized_linear
 from accel_kernels.gemm.epilogue import Epilogue
 from accel_kernels.gemm.quantized_weight import BY_DTYPE, WeightFormat
+
+MISPLACED = "its tensors are not there, or not in their place"
 
 
 class ScaledBytes(NamedTuple):
@@ -62,6 +65,12 @@ class ScaledBytes(NamedTuple):
         return (beside if tall == 1 else beside.repeat_interleave(tall, 0))[:rows].contiguous()
 
 
+def as_bytes(parameter: torch.Tensor) -> torch.Tensor:
+    """uint8 in the same memory, without the class that a library has for its parameters, which every use would ask."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return parameter.detach().as_subclass(torch.Tensor).view(torch.uint8)
+
+
 class StoredWeight(NamedTuple):
     """A linear of another library. bias: (N,) or None. dtype: to which it casts its inputs, and in which it multiplies,
     before the result is cast back; None: that of the inputs. step: by which it divides inputs to round them to float8,
@@ -83,8 +92,17 @@ class StoredWeight(NamedTuple):
         """The weight as `quantized_linear` takes it."""
         return self.weight.quantized() if isinstance(self.weight, ScaledBytes) else self.weight
 
+    @property
+    def misplaced(self) -> bool:
+        """Whether tensors of it are not there yet, or not in their place."""
+        held = self.weight
+        tensors = [one for one in (*held, *getattr(held, "side", ())) if isinstance(one, torch.Tensor)]
+        return any(not one.is_contiguous() or one.device != held.data.device or one.is_meta for one in tensors)
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """What the linear gives."""
+        """What the linear gives; gradients flow to x alone."""
+        if torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type) or torch.compiler.is_compiling():
+            return F.linear(x, self.weight.dequantized(x.dtype), self.bias)
         x = x.contiguous()
         return stored_product(quantized_linear, x, self.operand, self.dtype, lambda: x, bias=self.bias)
 

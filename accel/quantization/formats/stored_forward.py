@@ -4,7 +4,6 @@ import inspect
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from accel.libraries.code import lacks_kernel
@@ -29,7 +28,7 @@ class StoredForward(InstanceMethod):
 
     def call(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         found = read_stored(self.module)
-        return _product(found, *args, **kwargs) if isinstance(found, StoredWeight) else self.stock(*args, **kwargs)
+        return found(*args, **kwargs) if isinstance(found, StoredWeight) else self.stock(*args, **kwargs)
 
 
 class StoredExperts(StoredForward):
@@ -48,15 +47,9 @@ class StoredExperts(StoredForward):
         held = float8_weight(weight, scales, self.module.block_size)
         if isinstance(held, str):
             return type(self.module).linear(self.module, input, weight, scales, activation_scale)
-        return _product(StoredWeight(held, None, None), input)
+        return StoredWeight(held, None, None)(input)
 
 
 def packed_experts(module: nn.Module) -> bool:
     """Whether these are such experts."""
     return lacks_kernel(module) and hasattr(module, "num_experts")
-
-
-def _product(found: StoredWeight, input: torch.Tensor) -> torch.Tensor:
-    if torch.is_grad_enabled() or torch.is_autocast_enabled(input.device.type) or torch.compiler.is_compiling():
-        return F.linear(input, found.weight.dequantized(input.dtype), found.bias)
-    return found(input)

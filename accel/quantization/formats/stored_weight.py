@@ -25,15 +25,14 @@ from accel.quantization.formats.bitsandbytes import read_bitsandbytes, read_bits
 from accel.quantization.formats.bytewise import DYNAMIC, read_float8, read_tensor
 from accel.quantization.formats.compressed_tensors import read_compressed_tensors
 from accel.quantization.formats.ggml import read_ggml
-from accel.quantization.formats.repacked import Repacked, held_tensors, read_awq, read_gptq
-from accel.quantization.formats.stored import StoredWeight
+from accel.quantization.formats.repacked import Repacked, held_tensors, read_words
+from accel.quantization.formats.stored import MISPLACED, StoredWeight
 from accel.tolerances import PREQUANTIZED
 
 # Of numbers that are held as ours, by modules of ours.
 REPACKED: tuple[Callable[[Any], Repacked | str | None], ...] = (
     read_compressed_tensors,
-    read_gptq,
-    read_awq,
+    read_words,
     read_bitsandbytes8,
 )
 # Of weights that are read as they lie. They are asked at every call anew, since whoever changes a module need not tell:
@@ -71,6 +70,8 @@ def read_stored(module: Any) -> StoredWeight | str | None:
     """What the first reader gives that knows the module."""
     try:
         found = next((found for read in STORED if (found := read(module)) is not None), None)
+        if isinstance(found, StoredWeight) and found.misplaced:
+            return MISPLACED
         weight = found.weight if isinstance(found, StoredWeight) else None
         timed = isinstance(weight, BlockWeight) and weight.format.most_rows  # products known to pay on a GPU
         if weight is None or not weight.is_cuda or timed or lacks_kernel(module):

@@ -14,6 +14,7 @@ from support.llm.families import make, padded, prompt
 from support.llm.gpu import on_gpu
 from support.llm.modes import MODES
 from support.llm.outputs import generate, same
+from support.llm.prequantized.models import prequantized
 from support.llm.quantized import held_by, mixture, of_experts, rounded
 
 SCHEMES = ("int8", "int8-asym", "int4-g32", "int4-g32-asym", "fp8")
@@ -74,6 +75,19 @@ def test_as_near_to_the_truth_as_stock_over_the_same_weights(name, weights, dtyp
         error = off(ours)
         assert bool((error <= 2 * allowed + 1e-6).all()), f"{error.tolist()}, stock's own {allowed.tolist()}"
     assert accel.verify(ours).passed
+
+
+@pytest.mark.parametrize("kind", ["gptq-order", "gptq-3-order", "gptq-8-orders", "gptq-uneven", "gptq-2", "awq-3"])
+def test_numbers_of_other_libraries_as_near_to_the_truth_as_their_values(kind):
+    model, values = prequantized(kind, dtype=torch.bfloat16)
+    ours, theirs = accel.optimize(model.cuda(), graphs=True), values.cuda()
+    truth = copy.deepcopy(theirs).float()
+    assert len(held_by(ours)) == 14
+    for ids in (prompt(*size).cuda() for size in ((3, 12), (1, 80), (1, 1), (300, 1), (5, 90))):
+        wanted = truth(ids).logits
+        allowed = (theirs(ids).logits.float() - wanted).pow(2).mean().sqrt()
+        for _ in range(3):  # eager, capture, replay
+            assert (ours(ids).logits.float() - wanted).pow(2).mean().sqrt() <= 2 * allowed + 1e-6
 
 
 KINDS = ("int8", "int8-outliers", "fp8")

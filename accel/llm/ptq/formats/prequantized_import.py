@@ -20,6 +20,8 @@ from accel.quantization.module import QuantizedLinear
 from accel.quantization.patch import QuantizedModulePatch, exchange
 from accel.quantization.scheme import Scheme
 
+OWN = "it runs its own forward: "
+
 
 class PrequantizedImport(QuantizedModulePatch):
     """A patch: (arrived, quantized) linears of one model. The numbers are held once, by those that are in place.
@@ -46,7 +48,7 @@ class PrequantizedImport(QuantizedModulePatch):
                 note = f"; {answer.note}" if answer.note and scheme.activations is None else ""
                 self.rows.append((path, "patched", f"{scheme}, arrived as {answer.kind}{note}"))
             elif isinstance(answer, str):
-                self.rows.append((path, "skipped", f"it runs its own forward: {answer}"))
+                self.rows.append((path, "skipped", f"{OWN}{answer}"))
             elif answer is not None:
                 self._stored(path, module, answer)
             elif packed_experts(module):
@@ -56,7 +58,8 @@ class PrequantizedImport(QuantizedModulePatch):
         unread = [reason for _, status, reason in self.rows if status == "skipped"]
         self.dequantizes = bool(self.hooks) and (bool(unread) or not self.found)
         if self.dequantizes:
-            self.found, reason = {}, f"its library dequantizes the whole model: {''.join(unread[:1])}"
+            self.found, why = {}, "".join(unread[:1]).removeprefix(OWN)
+            reason = f"its library dequantizes the whole model: {why}"
             self.rows = [(path, "skipped", reason) for path, *_ in self.rows]
         self.guard = self.guard if self.found else None  # what is read as it lies is saved by its library
 
@@ -86,10 +89,8 @@ class PrequantizedImport(QuantizedModulePatch):
         for prequantized in self.found.values():
             quantized = prequantized.read()
             scheme = self._scheme(prequantized, quantized)
-            bias = prequantized.bias
-            if bias is not None and bias.dtype != self.dtype:  # others cast it in their own product
-                bias = nn.Parameter(bias.to(self.dtype), requires_grad=False)
-            new = QuantizedLinear(quantized, bias, self.dtype, scheme, input_scale=prequantized.input_scale)
+            bias, scale = prequantized.bias(self.dtype), prequantized.input_scale
+            new = QuantizedLinear(quantized, bias, self.dtype, scheme, input_scale=scale)
             self.pairs.append((prequantized, new))
             prequantized.release()
         exchange(self.root, [(prequantized.module, new) for prequantized, new in self.pairs])

@@ -31,17 +31,16 @@ def nibbles(packed: torch.Tensor, bits: int = 4) -> torch.Tensor:
 
 class GptqLinear(nn.Module):
     """offset: what is taken off a zero point before it is stored, 1 in the first version of the format. sizes: of the
-    groups, where they are not equal.
+    groups, where they are not equal. act_order: in which columns lie.
     """
 
-    def __init__(self, q, z, scales, bias, offset=1, bits=4, sizes=None, act_order=False):
+    def __init__(self, q, z, scales, bias, offset=1, bits=4, sizes=None, act_order=None):
         super().__init__()
         self.offset, columns, self.bits = offset, q.shape[1], bits
         sizes = [columns // scales.shape[1]] * scales.shape[1] if sizes is None else sizes
         g_idx = torch.arange(scales.shape[1]).repeat_interleave(torch.tensor(sizes))
-        if act_order:  # the same for all linears of one input
-            order = torch.randperm(columns, generator=torch.Generator().manual_seed(columns))
-            q, g_idx = q[:, order], g_idx[order]
+        if act_order is not None:
+            q, g_idx = q[:, act_order], g_idx[act_order]
         self.register_buffer("g_idx", g_idx.int())
         self.register_buffer("qweight", words(q.t(), bits))
         self.register_buffer("qzeros", words(z - offset & (1 << bits) - 1, bits).t().contiguous())
@@ -116,7 +115,10 @@ def prequantized(kind: str, name: str = "llama-biases", dtype=torch.float32, **c
 
 
 def packed(make_linear, linear, symmetric=False, bits=4, sizes=None, act_order=False, **options):
-    """A linear of another library with `linear`'s weight rounded to so many bits, and the values it has then."""
+    """A linear of another library with a weight of so many bits, and the values of that.
+
+    act_order: True for one order for all of so many inputs, "each" for one by outputs too.
+    """
     sizes = [32] * (linear.in_features // 32) if sizes is None else sizes
     group_of = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
     values, half = linear.weight.detach().float(), 1 << bits - 1
@@ -133,13 +135,13 @@ def packed(make_linear, linear, symmetric=False, bits=4, sizes=None, act_order=F
     scales = scales.to(linear.weight.dtype)
     numbers = (values / scales[:, group_of] + zeros[:, group_of]).round().clamp(0, 2 * half - 1)
     rounded = (numbers - zeros[:, group_of]) * scales.float()[:, group_of]
-    if make_linear is not AwqLinear:
-        options |= {"sizes": sizes, "act_order": act_order}
-    made = make_linear(numbers.int(), zeros.int(), scales, linear.bias, bits=bits, **options)
-    if act_order:
-        place = torch.randperm(linear.in_features, generator=torch.Generator().manual_seed(linear.in_features))
-        rounded = rounded[:, place]
-    return made, rounded
+    if make_linear is AwqLinear:
+        return make_linear(numbers.int(), zeros.int(), scales, linear.bias, bits=bits), rounded
+    seed = linear.in_features + (act_order == "each") * linear.out_features
+    order = torch.randperm(linear.in_features, generator=torch.Generator().manual_seed(seed)) if act_order else None
+    options |= {"bits": bits, "sizes": sizes, "act_order": order}
+    made = make_linear(numbers.int(), zeros.int(), scales, linear.bias, **options)
+    return made, rounded if order is None else rounded[:, order]
 
 
 def eight_bits(linear):
@@ -164,7 +166,7 @@ MAKERS = {
     "gptq-2": partial(packed, GptqLinear, bits=2),
     "gptq-3-order": partial(packed, GptqLinear, bits=3, offset=0, act_order=True),
     "gptq-5": partial(packed, GptqLinear, bits=5),
-    "gptq-8-order": partial(packed, GptqLinear, bits=8, act_order=True),
+    "gptq-8-orders": partial(packed, GptqLinear, bits=8, act_order="each"),
     "gptq-uneven": lambda linear: packed(GptqLinear, linear, sizes=[*[32] * (linear.in_features // 32 - 2), 64]),
     "awq": partial(packed, AwqLinear),
     "awq-2": partial(packed, AwqLinear, bits=2),
