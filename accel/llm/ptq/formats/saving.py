@@ -67,13 +67,18 @@ class SaveOverride(InstanceMethod):
             raise ValueError(
                 f"{inside[0]} is inside an adapter; save the adapter by itself, or unload it before the model is saved"
             )
+        # A copy that shares all but its configuration: the user's keeps what it says. With it a quantizer would take the
+        # model's own state dict.
+        twin = copy.copy(model)
+        for name in (SAVE, "hf_quantizer"):
+            vars(twin).pop(name, None)
         ours = tuple(f"{path}." for path in (*held, *mixtures))
         other = [name for name, one in names.items() if _packed(one) and not name.startswith(ours)] if ours else []
         came = {} if self.arrived is None else {id(module): repacked for repacked, module in self.arrived.pairs}
         if other or any(module.scheme.ordered for module in held.values()):
             if not mixtures and all(id(module) in came for module in held.values()):
                 written = _as_it_came(names, {path: came[id(module)] for path, module in held.items()}, held)
-                own(model, save_directory, *args, state_dict=written, **kwargs)
+                own(twin, save_directory, *args, state_dict=written, **kwargs)
                 return
         if other:
             raise ValueError(
@@ -83,10 +88,6 @@ class SaveOverride(InstanceMethod):
         heads = {path for path, module in held.items() if module is model.get_output_embeddings()}
         written, schemes = _written(names, held, heads)
         written |= _stacks(written, mixtures)
-        # A copy that shares all but its configuration: the user's keeps what it says.
-        twin = copy.copy(model)
-        for name in (SAVE, "hf_quantizer"):
-            vars(twin).pop(name, None)
         twin.config = copy.deepcopy(model.config)
         vars(twin.config).pop("quantization_config", None)
         if heads:
