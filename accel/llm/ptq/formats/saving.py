@@ -67,8 +67,8 @@ class SaveOverride(InstanceMethod):
             raise ValueError(
                 f"{inside[0]} is inside an adapter; save the adapter by itself, or unload it before the model is saved"
             )
-        # A copy that shares all but its configuration: the user's keeps what it says. With it a quantizer would take the
-        # model's own state dict.
+        # A copy that shares all but its configuration, which stays as the user has it. A quantizer would take the
+        # state dict of the model itself.
         twin = copy.copy(model)
         for name in (SAVE, "hf_quantizer"):
             vars(twin).pop(name, None)
