@@ -313,7 +313,7 @@ def test_every_task_of_the_pipelines_of_transformers(name, calls):
         pytest.skip(f"{LATER[name]}: {error}"[:200])
     assert accel.optimize(pipe) is pipe and fast_forwards(pipe.model)
     agree(answer(), wanted)
-    assert calls and set(accel.report(pipe).fallbacks) <= {("model", reason, 1) for reason in STOCK_CALLS}
+    assert calls and {reason for _, reason, _ in accel.report(pipe).fallbacks} <= set(STOCK_CALLS)
     accel.restore(pipe)
     assert_same_state(before, snapshot(pipe.model))
     agree(answer(), wanted)

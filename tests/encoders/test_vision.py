@@ -6,12 +6,11 @@ import importlib
 import pytest
 import torch
 import transformers as t
-from torch import nn
 
 import accel
 from accel.encoders.inputs import tensors_of
 from accel.encoders.packing import blocks_of
-from accel.fusion.patch_embedding import PatchEmbeddingForward, is_patch_embedding
+from accel.fusion.patch_embedding import is_patch_embedding
 from support.state import assert_same_state, snapshot
 
 DINO2 = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 16, "patch_size": 4}
@@ -331,23 +330,3 @@ def test_what_attends_by_a_bias_of_pairs_says_why():
     model = t.BeitModel(t.BeitConfig(**VIT, use_relative_position_bias=True)).eval()
     rows = [row for row in accel.report(accel.optimize(model)).sites if row[1] == "encoder"]
     assert [row[2:] for row in rows] == [("skipped", "its attention mask is made in a way of its own")]
-
-
-@pytest.mark.parametrize(
-    ("convolution", "shape"),
-    [
-        (nn.Conv2d(3, 8, (4, 2), (4, 2)), (2, 3, 13, 8)),  # with a rest at an edge
-        (nn.Conv2d(3, 8, 4, 4, bias=False).to(memory_format=torch.channels_last), (1, 3, 8, 12)),
-        (nn.Conv3d(3, 8, (2, 4, 4), (2, 4, 4)), (2, 3, 5, 8, 8)),
-        (nn.Conv3d(3, 8, (2, 4, 4), (2, 4, 4)), (7, 3, 2, 4, 4)),
-    ],
-)
-def test_a_patch_embedding_is_one_product(convolution, shape):
-    model = nn.Sequential(convolution).eval()
-    forward = PatchEmbeddingForward(
-        convolution, "", accel.patching.fast_forward.Kernels(None, nn.functional.linear), None
-    )
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        torch.testing.assert_close(forward.fast(x), model(x), rtol=1e-5, atol=1e-5)
-        assert forward.unfit(x) is None and forward.unfit(x[0]) and forward.unfit(x.double())

@@ -1,0 +1,28 @@
+"""Patch embeddings as products."""
+
+import pytest
+import torch
+from torch import nn
+
+import accel
+from accel.fusion.patch_embedding import PatchEmbeddingForward
+
+
+@pytest.mark.parametrize(
+    ("convolution", "shape"),
+    [
+        (nn.Conv2d(3, 8, (4, 2), (4, 2)), (2, 3, 13, 8)),  # with a rest at an edge
+        (nn.Conv2d(3, 8, 4, 4, bias=False).to(memory_format=torch.channels_last), (1, 3, 8, 12)),
+        (nn.Conv3d(3, 8, (2, 4, 4), (2, 4, 4)), (2, 3, 5, 8, 8)),
+        (nn.Conv3d(3, 8, (2, 4, 4), (2, 4, 4)), (7, 3, 2, 4, 4)),
+    ],
+)
+def test_a_patch_embedding_is_one_product(convolution, shape):
+    model = nn.Sequential(convolution).eval()
+    forward = PatchEmbeddingForward(
+        convolution, "", accel.patching.fast_forward.Kernels(None, nn.functional.linear), None
+    )
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        torch.testing.assert_close(forward.fast(x), model(x), rtol=1e-5, atol=1e-5)
+        assert forward.unfit(x) is None and forward.unfit(x[0]) and forward.unfit(x.double())
