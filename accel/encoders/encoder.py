@@ -24,10 +24,10 @@ from accel.encoders.recording import layers_in
 from accel.encoders.stack import HIDDEN_STATES, EncoderLayerForward, EncoderStep
 from accel.errors import Unfit
 from accel.in_flight import CALL
-from accel.libraries.attention import FIELD
 from accel.libraries.cache import cache_field, cache_of
 from accel.libraries.hooks import hook_of
 from accel.llm.parts.step import ForwardContext
+from accel.llm.recording.implementation import foreign_attention
 from accel.llm.recording.record import NotUnderstood, is_absent
 from accel.patching.fast_forward import FastForward, as_written
 from accel.patching.structure import foreign, foreign_hooks, replaced_forward
@@ -73,9 +73,12 @@ class EncoderForward(FastForward):
     sees: bool  # whether the caller may see rows of padding
 
     def told(self) -> tuple:
-        """Numbers and switches of its configuration, and the attention that it names. Saving changes other texts."""
+        """Numbers and switches of its configuration, and why the attention that it names is none of transformers' own,
+        which are alike: Whisper sets another one for times of words. Saving changes other texts.
+        """
         named = vars(self.module.config).items()
-        return tuple((n, v) for n, v in named if n == FIELD or (n not in CALLS and isinstance(v, bool | int | float)))
+        kept = ((name, one) for name, one in named if name not in CALLS and isinstance(one, bool | int | float))
+        return foreign_attention([self.module]), *kept
 
     def renew(self) -> None:
         self.names = tuple(inspect.signature(type(self.module).forward).parameters)[1:]

@@ -139,7 +139,7 @@ def test_a_call_gives_what_stock_gives(name, models, monkeypatch):
     assert_equal(called(ours, CALLS[name]), wanted)  # and as many random numbers were drawn
     reasons = {reason for _, reason, _ in accel.report(ours).fallbacks}
     if name.endswith("by stock"):
-        assert reasons == {"called with output_attentions"}
+        assert reasons >= {"called with output_attentions"} and all("output_attentions" in one for one in reasons)
     else:
         assert ran and not reasons and (late or "num_beams" in CALLS[name])
 
