@@ -206,18 +206,26 @@ def wide_call(model: Any, inputs: Inputs, example: dict[str, Any]) -> list[dict[
 def unread(model: Any, example: dict[str, Any]) -> frozenset[str]:
     """Names of what processors give beside images, and the model takes and does nothing with."""
     images = next(iter(example.values()))
-    mask = images.new_zeros(images.shape[0], *(images.shape[2:] or images.shape[1:]), dtype=torch.int64)
-    beside = {"pixel_mask": mask, "token_type_ids": torch.ones_like(mask[..., :1].flatten(1)), "use_cache": True}
-    beside |= {TEXT.mask: mask} if next(iter(example)) in SOUNDS else {}
-    plain, found = tensors_of(type(model).forward(model, **example)), []
-    for name, one in beside.items():
+    mask = _half(images.new_zeros(images.shape[0], *(images.shape[2:] or images.shape[1:]), dtype=torch.int64))
+    beside = [("pixel_mask", mask), ("token_type_ids", torch.ones_like(mask[..., :1].flatten(1))), ("use_cache", True)]
+    if next(iter(example)) in SOUNDS:  # whose frames may be either
+        beside += [(TEXT.mask, _half(mask.new_zeros(len(images), size))) for size in images.shape[1:]]
+    plain, same = tensors_of(type(model).forward(model, **example)), dict[str, bool]()
+    for name, one in beside:
         try:
             given = tensors_of(type(model).forward(model, **example, **{name: one}))
         except Exception as error:  # an argument that it does not take
             reason_of(error)
         else:
-            found += [name] if all(torch.equal(given[key], value) for key, value in plain.items()) else []
-    return frozenset(found)
+            alike = given.keys() == plain.keys() and all(torch.equal(given[key], plain[key]) for key in plain)
+            same[name] = same.get(name, True) and alike
+    return frozenset(name for name, alike in same.items() if alike)
+
+
+def _half(mask: torch.Tensor) -> torch.Tensor:
+    """It, with ones in the first half of each row."""
+    mask[..., : mask.shape[-1] // 2] = 1
+    return mask
 
 
 def tensors_of(output: Any) -> dict[str, torch.Tensor]:

@@ -214,7 +214,7 @@ def test_bench_formats_writes_json(tmp_path):
 
 def test_bench_pictures_writes_json(tmp_path, monkeypatch):
     for name, few in (("NEW", 3), ("SEVERAL", 2), ("CALLS", 1)):
-        monkeypatch.setattr(f"accel.bench.pictures.{name}", few)
+        monkeypatch.setattr(f"accel.bench.encoders.pictures.{name}", few)
     asked = ("tiny-vl", "--budget", "0.02")
     result = run_command("bench", "pictures", *asked, "--device", "cpu", "--out", tmp_path)
     assert result.exit_code == 0, result.output
