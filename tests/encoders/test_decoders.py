@@ -5,6 +5,7 @@ import copy
 import torch
 import transformers as t
 
+from accel.libraries.cache import cache_argument, cache_of
 from support.objects.encoders import (
     BATCH,
     LENGTH,
@@ -23,13 +24,16 @@ def test_a_decoder_makes_its_cache_when_somebody_looks_into_it():
     assert_same(model, stock, **call, return_dict=False)
     with torch.no_grad():
         got, wanted = model(**call), stock(**call)
-        assert not fallbacks(model) and isinstance(got.cache, t.DynamicCache)
+        assert not fallbacks(model) and isinstance(cache_of(got), t.DynamicCache)
         call["input_ids"].zero_()
-        for ours, theirs in zip(copy.deepcopy(got.cache).layers, wanted.cache.layers, strict=True):
+        for ours, theirs in zip(copy.deepcopy(cache_of(got)).layers, cache_of(wanted).layers, strict=True):
             assert torch.equal(ours.keys, theirs.keys) and torch.equal(ours.values, theirs.values)
-        assert type(got.cache) is t.DynamicCache
-        more = [one(call["input_ids"][:, :1], cache=had.cache)[0] for one, had in ((model, got), (stock, wanted))]
-    assert torch.equal(*more) and fallbacks(model) == ["cache is given"]
+        assert type(cache_of(got)) is t.DynamicCache
+        more = [
+            one(call["input_ids"][:, :1], **{cache_argument(type(one).forward): cache_of(had)})[0]
+            for one, had in ((model, got), (stock, wanted))
+        ]
+    assert torch.equal(*more) and fallbacks(model) == [f"{cache_argument(type(stock).forward)} is given"]
     assert_same(model, stock, **call, use_cache=False)
     assert_same(model, stock, **call)
     assert fallbacks(model) == ["cache is given", "a cache, into which somebody looks"]

@@ -8,6 +8,7 @@ import transformers as t
 
 import accel
 from accel.cuda_graphs.fingerprint import Fingerprint
+from accel.libraries.cache import cache_of
 from accel.seq2seq.memory_attention import MemoryStep
 from support.noted import noted
 
@@ -95,7 +96,7 @@ def test_logits_in_bf16_are_as_close_as_those_of_stock(family):
         cache, found = None, []
         for at in range(tokens.shape[1]):
             output = model(decoder_input_ids=tokens[:, at : at + 1], cache=cache, use_cache=True, **more)
-            cache = output.cache
+            cache = cache_of(output)
             found.append(output.logits.float())
         return torch.cat(found, 1)
 

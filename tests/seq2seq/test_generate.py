@@ -11,7 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import accel
 from accel.cuda_graphs.fingerprint import Fingerprint
-from accel.libraries.cache import DynamicLayer, encoded
+from accel.libraries.cache import DynamicLayer, cache_argument, cache_of, encoded
 from accel.seq2seq.decoder import Seq2SeqForward
 from accel.seq2seq.fixed_memory import CROSS, OWN, HeldLayer
 from accel.seq2seq.late_check import RESULT, LateBeams, Told
@@ -67,7 +67,7 @@ def test_beams_of_a_text_share_what_the_encoder_gave_and_the_memory_is_told_and_
     holding = vars(model)["forward"].holding
     assert (holding.beams, holding.kept[CROSS].shape[2], holding.rows) == (3, 2, 6) and not fallbacks(model)
     for ours, theirs in zip(
-        found.cache.cross_attention_cache.layers, wanted.cache.cross_attention_cache.layers, strict=True
+        cache_of(found).cross_attention_cache.layers, cache_of(wanted).cross_attention_cache.layers, strict=True
     ):
         torch.testing.assert_close(ours.keys, theirs.keys, rtol=1e-4, atol=1e-4)
     forward = vars(model)["forward"]
@@ -209,10 +209,11 @@ def test_two_texts_at_a_time_and_a_cache_that_goes_on_in_stock(steps):
         for text in (0, 1):
             new = ids[:, at : at + 1] if at != 4 else ids[:, at : at + 2]  # two tokens at once are no step
             call = {"decoder_input_ids": new, "encoder_outputs": encoded(hidden[text])}
-            got, wanted = model(**call, cache=ours[text]), stock(**call, cache=theirs[text])
+            name = cache_argument(type(stock).forward)
+            got, wanted = model(**call, **{name: ours[text]}), stock(**call, **{name: theirs[text]})
             assert list(got) == list(wanted) and type(got) is type(wanted)
             torch.testing.assert_close(got.logits, wanted.logits, rtol=1e-4, atol=1e-4)
-            ours[text], theirs[text] = got.cache, wanted.cache
+            ours[text], theirs[text] = cache_of(got), cache_of(wanted)
     assert len(ran) == 8
     held = ours[1].self_attention_cache.layers[0]
     assert type(held) is HeldLayer and type(ours[0].self_attention_cache.layers[0]) is DynamicLayer
@@ -232,7 +233,7 @@ def test_two_texts_at_a_time_and_a_cache_that_goes_on_in_stock(steps):
 def test_a_text_of_another_thread_is_not_moved_at_every_step(steps):
     model, stock = optimized("Bart")
     ran, call = steps(), {"encoder_outputs": encoded(torch.randn(2, 7, 32)), "decoder_input_ids": torch.full((2, 1), 5)}
-    first = model(**call, cache=model(**call).cache).cache
+    first = cache_of(model(**call, **{cache_argument(type(stock).forward): cache_of(model(**call))}))
     with ThreadPoolExecutor(1) as pool:
         pool.submit(lambda: assert_same(model, stock, source("Bart"), options())).result()
     assert ran == [2] and fallbacks(model) == ["another thread's text is under way"]
@@ -259,9 +260,11 @@ def test_rows_in_another_order_and_memory_in_which_anything_may_stand(steps):
     ours = theirs = None
     for at, change in enumerate([*changes, lambda cache: None]):
         new = torch.tensor([[5 + at], [9 + at]])
-        got, wanted = (one(decoder_input_ids=new, cache=held, **call) for one, held in ((model, ours), (stock, theirs)))
+        name = cache_argument(type(stock).forward)
+        both = ((model, ours), (stock, theirs))
+        got, wanted = (one(decoder_input_ids=new, **{name: held}, **call) for one, held in both)
         torch.testing.assert_close(got.logits, wanted.logits, rtol=1e-4, atol=1e-4)
-        ours, theirs = got.cache, wanted.cache
+        ours, theirs = cache_of(got), cache_of(wanted)
         change(ours)
         change(theirs)
     assert ran == [2] * 4 and not fallbacks(model)

@@ -9,6 +9,7 @@ import transformers as t
 import accel
 from accel.bench.encoders.texts import batched, texts
 from accel.comparison import relative_rms
+from accel.libraries.cache import cache_of
 
 SIZES = {"vocab_size": 500, "hidden_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4}
 SIZES |= {"intermediate_size": 512, "max_position_embeddings": 600, "num_labels": 64}
@@ -48,7 +49,7 @@ def test_each_call_has_a_cache_of_its_own():
     calls = [torch.arange(4, 44, device="cuda").view(2, 20) + at for at in range(6)]
     outputs = [model(ids) for ids in calls]
     for ids, output in list(zip(calls, outputs, strict=True))[::-1]:
-        assert torch.equal(output.cache.layers[1].keys, half(ids).cache.layers[1].keys)
+        assert torch.equal(cache_of(output).layers[1].keys, cache_of(half(ids)).layers[1].keys)
 
 
 @torch.no_grad()
