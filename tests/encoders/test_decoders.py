@@ -36,7 +36,7 @@ def test_a_decoder_makes_its_cache_when_somebody_looks_into_it():
     assert torch.equal(*more) and fallbacks(model) == [f"{cache_argument(type(stock).forward)} is given"]
     assert_same(model, stock, **call, use_cache=False)
     assert_same(model, stock, **call)
-    assert fallbacks(model) == ["cache is given", "a cache, into which somebody looks"]
+    assert fallbacks(model) == [f"{cache_argument(type(stock).forward)} is given", "a cache, into which somebody looks"]
 
 
 def test_a_decoder_with_a_class_for_its_last_word_leaves_padding_out():
