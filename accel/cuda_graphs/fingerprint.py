@@ -80,7 +80,7 @@ class Fingerprint(Snapshot):
         skipped: dict[nn.Module, set[str]] = {}
         parts = tuple(path for path, name in ignored if not name)
         read = None if not parts else _read_outside(root, parts)
-        for path, name in ignored:
+        for path, name in (one for one in ignored if one[1]):
             skipped.setdefault(root.get_submodule(path), set()).add(name)
         objects: dict[int, object] = {}
         views: list[Iterable] = []

@@ -73,8 +73,9 @@ def quantized_sums(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRODUCTS: tl.constexpr, DEPTH: tl.constexpr, UPCAST: tl.constexpr,
     UNPACK_MODE: tl.constexpr,
 ):  # fmt: skip
-    """x W^T, (ROWS, COLUMNS) in float32, for two lists of rows of the weight, (COLUMNS,); twice one of 1.
+    """x W^T, (ROWS, COLUMNS) in float32, for two lists of rows of the weight, (COLUMNS,).
 
+    PRODUCTS: 1 computes the first list alone, and gives its sums in both places.
     rows: where each x begins. Words of 4 bits and their scales are loaded a step before they are needed: Triton lets no
     loads run ahead that are so small. Of more than one step it would give up those of x.
     """
