@@ -55,11 +55,6 @@ class Layout:
             self.nbytes = begin + end
         self.nbytes = -(-self.nbytes // UNIT) * UNIT
 
-    def holds(self, tensors: list[torch.Tensor], whole: torch.Tensor) -> bool:
-        """Whether these are the tensors of the layout, and lie in these bytes as it says."""
-        known = {id(slot.tensor) for slot in self.slots}
-        return known == set(map(id, tensors)) and all(slot.lies_in(whole) for slot in self.slots)
-
     def pack(self, whole: torch.Tensor) -> None:
         """Moves every tensor to its place in these bytes; a storage is freed as soon as it is empty."""
         with torch.no_grad():
@@ -85,10 +80,15 @@ def lay_out(slots: Iterable[Slot], whole: torch.Tensor) -> None:
     """Makes the tensors views of these bytes, which hold their numbers already."""
     with torch.inference_mode(False), torch.no_grad():
         for slot, view in views(slots, whole):
-            if slot.tensor.is_inference():
-                set_data(slot.tensor, lambda _, view=view: view)
-            else:
-                slot.tensor.data = view
+            become(slot.tensor, view)
+
+
+def become(tensor: torch.Tensor, view: torch.Tensor) -> None:
+    """Outside of inference mode: the tensor is this view."""
+    if tensor.is_inference():
+        set_data(tensor, lambda _: view)
+    else:
+        tensor.data = view
 
 
 def weights_in(model: nn.Module) -> list[torch.Tensor]:

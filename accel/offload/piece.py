@@ -4,9 +4,8 @@ import enum
 
 import torch
 
-from accel.offload.layout import Layout, views
+from accel.offload.layout import Layout, become, views
 from accel.offload.memory import HostBuffer
-from accel.patching.rule import set_data
 
 
 class WeightPlacement(enum.Enum):
@@ -18,11 +17,14 @@ class WeightPlacement(enum.Enum):
 
 
 class PlacedWeights:
-    """Weights of one block, or of none, that lie side by side: from now on in these bytes of a buffer on the CPU."""
+    """Weights of one block, or of none, that lie side by side: from now on in these bytes of a buffer on the CPU, None
+    for one of their own.
+    """
 
-    def __init__(self, path: str, layout: Layout, host: HostBuffer, start: int):
-        self.path, self.layout, self.host, self.placement = path, layout, host, WeightPlacement.HOST
-        self.end, self.bytes = start + layout.nbytes, host.bytes[start : start + layout.nbytes]
+    def __init__(self, path: str, layout: Layout, host: HostBuffer | None = None, start: int = 0):
+        self.path, self.layout, self.placement = path, layout, WeightPlacement.HOST
+        self.host = HostBuffer(layout.nbytes) if host is None else host
+        self.end, self.bytes = start + layout.nbytes, self.host.bytes[start : start + layout.nbytes]
         self.places: dict[WeightPlacement, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         layout.pack(self.bytes)
         self.put(WeightPlacement.HOST, self.bytes)
@@ -52,10 +54,7 @@ class PlacedWeights:
             for (tensor, view), (_, old) in zip(self.places[name], olds, strict=True):
                 if (tensor.data_ptr() == old.data_ptr()) == (before is None):
                     continue
-                if tensor.is_inference():
-                    set_data(tensor, lambda _, view=view: view)
-                else:
-                    tensor.data = view
+                become(tensor, view)
 
     def bring_back(self, changed: bool) -> None:
         """From the card to the CPU. changed: what it holds there may be something else."""

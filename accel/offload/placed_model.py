@@ -9,7 +9,8 @@ from torch import nn
 
 from accel.errors import logged
 from accel.offload.layout import Layout, lay_out, unmovable, weights_in
-from accel.offload.memory import Addresses, HostBuffer, Mapping
+from accel.offload.memory import Addresses, Mapping
+from accel.offload.piece import PlacedWeights
 from accel.patching.owner import PartlyCopied
 
 ROW = 8192  # numbers of 8 bytes: the bytes of a model are a table, of which sums over rows and columns are compared
@@ -32,8 +33,7 @@ class PlacedModel(PartlyCopied):
 
     def renew(self) -> None:
         self.reason: str | None = None
-        self.layout: Layout | None = None
-        self.host: HostBuffer | None = None
+        self.packed: PlacedWeights | None = None  # all of its weights, where they are one piece
         self.visits = 0  # to the GPU, from where it lies on the CPU now
         self.single = 0  # layouts in a row that served one visit
         self.addresses: Addresses | None = None
@@ -55,24 +55,12 @@ class PlacedModel(PartlyCopied):
         self.prepare(self.model, self.device)
         tensors = weights_in(self.model)
         self.reason = unmovable(tensors) if tensors else "no weights"
-        if self.reason is not None:
-            return False
-        try:
-            layout, host = self._packed(tensors)
-            if self.visits == 1:  # it comes again; pinning takes as long as a few copies
-                host.pin()
-            arena = self._mapped(layout.nbytes)
-            with torch.inference_mode(False), torch.no_grad():
-                arena[: layout.nbytes].copy_(host.bytes, non_blocking=True)
-                self.sums = sums(arena)
-            if arena.is_cuda:
-                torch.cuda.current_stream(arena.device).synchronize()
-        except (OSError, RuntimeError, ValueError, MemoryError) as error:
-            self.reason = logged(error)  # torch moves it one by one, or says that memory is short
-            return False
-        self.visits += 1
-        lay_out(layout.slots, arena)
-        return True
+        if self.reason is None:
+            try:
+                self._pack(tensors)
+            except (OSError, RuntimeError, ValueError, MemoryError) as error:
+                self.reason = logged(error)  # torch moves it one by one, or says that memory is short
+        return self.reason is None
 
     def let_go(self) -> None:
         """Nothing moves it by this any more; it is on the CPU."""
@@ -81,47 +69,58 @@ class PlacedModel(PartlyCopied):
     def leave(self) -> nn.Module:
         """From the GPU to the CPU, whoever has moved it there."""
         mapping = None if self.mapping is None else self.mapping()
-        if mapping is not None and self.layout is not None and self.host is not None:
-            self._come_back(mapping.tensor(), self.layout, self.host)
-        if mapping is not None and self.layout is None and self.single < RESTLESS:
+        if mapping is not None and self.packed is not None:
+            self._come_back(mapping.tensor(), self.packed)
+        if mapping is not None and self.packed is None and self.single < RESTLESS:
             self._follow()
         type(self.model).to(self.model, "cpu")  # what came to it on the GPU
         del mapping
-        self.sums = []
-        if self.mapping is not None and self.mapping() is not None:
-            self.addresses = None  # somebody keeps a view: the memory is theirs from now on
-        self.mapping = None
+        self._unmap()
         return self.model
 
-    def _come_back(self, arena: torch.Tensor, layout: Layout, host: HostBuffer) -> None:
+    def _unmap(self) -> None:
+        """The memory on the GPU is given back, or belongs to whoever keeps a view of it."""
+        self.sums = []
+        if self.mapping is not None and self.mapping() is not None:
+            self.addresses = None
+        self.mapping = None
+
+    def _come_back(self, arena: torch.Tensor, packed: PlacedWeights) -> None:
         present = set(map(id, weights_in(self.model)))
-        there = [slot for slot in layout.slots if id(slot.tensor) in present and slot.lies_in(arena)]
+        slots = packed.layout.slots
+        there = [slot for slot in slots if id(slot.tensor) in present and slot.lies_in(arena)]
         with torch.inference_mode(False), torch.no_grad():
             if there and not all(map(torch.equal, self.sums, sums(arena))):
-                host.bytes.copy_(arena[: layout.nbytes])
-        lay_out(there, host.bytes)
-        if len(there) < max(len(layout.slots), len(present)):
-            self.layout = None  # some are others now
+                packed.bytes.copy_(arena[: packed.nbytes])
+        lay_out(there, packed.bytes)
+        if len(there) < max(len(slots), len(present)):
+            self.packed = None  # some are others now
 
     def _follow(self) -> None:
         """Takes over how the weights lie on the GPU, where some were put side by side since they came."""
         tensors = weights_in(self.model)
         if unmovable(tensors, self.device) is None:
-            self.layout = Layout(tensors)
-            self.host, self.visits, self.single = HostBuffer(self.layout.nbytes), 0, self.single + 1
-            self.layout.pack(self.host.bytes)
+            self.packed, self.visits, self.single = PlacedWeights("", Layout(tensors)), 0, self.single + 1
 
-    def _packed(self, tensors: list[torch.Tensor]) -> tuple[Layout, HostBuffer]:
-        """Its weights lie side by side on the CPU: as they did before, or from now on."""
-        if self.layout is None or self.host is None or not self.layout.holds(tensors, self.host.bytes):
+    def _pack(self, tensors: list[torch.Tensor]) -> None:
+        """Its weights lie side by side on the CPU, as they did before or from now on, and are copied."""
+        packed, present = self.packed, set(map(id, tensors))
+        if packed is None or len(packed.layout.slots) != len(present) or not packed.intact(present):
             self.single = self.single + 1 if self.visits == 1 else 0
             if self.single >= RESTLESS:
                 raise ValueError("its weights are other ones at every visit")
-            layout = Layout(tensors)
-            host = HostBuffer(layout.nbytes)
-            layout.pack(host.bytes)
-            self.layout, self.host, self.visits = layout, host, 0
-        return self.layout, self.host
+            packed, self.visits = PlacedWeights("", Layout(tensors)), 0
+            self.packed = packed
+        if self.visits == 1:  # it comes again; pinning takes as long as a few copies
+            packed.host.pin()
+        arena = self._mapped(packed.nbytes)
+        with torch.inference_mode(False), torch.no_grad():
+            arena[: packed.nbytes].copy_(packed.bytes, non_blocking=True)
+            self.sums = sums(arena)
+        if arena.is_cuda:
+            torch.cuda.current_stream(arena.device).synchronize()
+        self.visits += 1
+        lay_out(packed.layout.slots, arena)
 
     def _mapped(self, nbytes: int) -> torch.Tensor:
         if self.addresses is None or self.addresses.nbytes < nbytes:

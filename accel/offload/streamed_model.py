@@ -12,7 +12,7 @@ from accel.errors import Refused
 from accel.offload.blocks import pieces
 from accel.offload.budget import BUFFERS, MARGIN, SLACK, Budget, WeightSizes, check_fits, streamed_blocks
 from accel.offload.call_hooks import hook_blocks, hook_model, unhook
-from accel.offload.layout import Layout, unmovable, weights_in
+from accel.offload.layout import Layout, weights_in
 from accel.offload.memory import HostBuffer
 from accel.offload.piece import PlacedWeights, WeightPlacement
 from accel.offload.placed_model import ROW, PlacedModel, sums
@@ -77,17 +77,9 @@ class StreamedModel(PlacedModel):
         """From the CPU to the GPU; where that cannot be, nothing is done, and False returned."""
         if self.arena is not None:
             return True
-        self.prepare(self.model, self.device)
         if self.alone:
             type(self.model).to(self.model, "cpu")
-        tensors = weights_in(self.model)
-        self.reason = unmovable(tensors) if tensors else "no weights"
-        if self.reason is not None:
-            return False
-        try:
-            self._pack(tensors)
-        except (OSError, RuntimeError, ValueError, MemoryError) as error:
-            self.reason = f"{type(error).__name__}: {error}"
+        if not super().enter():
             return False
         self._place()
         if self.caller:
@@ -219,10 +211,7 @@ class StreamedModel(PlacedModel):
         for piece in self.pieces:
             piece.bring_back(changed)
         self.arena = self.ring = None
-        self.sums = []
-        if self.mapping is not None and self.mapping() is not None:
-            self.addresses = None  # somebody keeps a view: the memory is theirs from now on
-        self.mapping = None
+        self._unmap()
 
     def _allocated(self) -> int:
         return torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0

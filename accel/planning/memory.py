@@ -34,31 +34,43 @@ def card_of(models: Iterable[nn.Module]) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def budget_of(options: Options, device: torch.device) -> Budget | None:
-    """What the options allow on this device; None where they do not say."""
-    if options.memory is None:
-        return None
+def budget_of(options: Options, device: torch.device) -> Budget:
+    """What the options allow on this device, where they say."""
     whole = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
     ram = psutil.virtual_memory().total
     host = None if options.host_memory is None else bytes_of("host_memory", options.host_memory, ram)
     return Budget(bytes_of("memory", options.memory, whole), host)
 
 
-class OffloadLifted:
+class WeightsMoved:
+    """Where weights lie changes. Undo brings each back to where it was; so does an error on the way."""
+
+    def apply(self) -> None:
+        try:
+            self.move()
+        except BaseException as error:
+            self.undo()
+            if isinstance(error, Refused) or not isinstance(error, ValueError | NotImplementedError):
+                raise
+            raise Refused(f"memory=: {error}") from error
+
+    def check(self) -> None:
+        """Nothing to conflict with: values, shapes and hooks that came later are the user's own."""
+
+    def move(self) -> None: ...
+
+    def undo(self) -> None: ...
+
+
+class OffloadLifted(WeightsMoved):
     """Stock's offload by parts is taken off a model. Undo puts it back."""
 
     def __init__(self, model: nn.Module):
         self.model = model
         self.back: Callable[[], object] | None = None
 
-    def apply(self) -> None:
-        try:
-            self.back = lift(self.model)
-        except ValueError as error:
-            raise Refused(f"memory=: {error}") from None
-
-    def check(self) -> None:
-        """Nothing to conflict with: hooks that came later stay."""
+    def move(self) -> None:
+        self.back = lift(self.model)
 
     def undo(self) -> None:
         if self.back is not None:
@@ -66,34 +78,29 @@ class OffloadLifted:
         self.back = None
 
 
-class WeightsPlaced:
-    """The weights of one model lie where the budget says. Undo brings each back to where it was."""
+class WeightsPlaced(WeightsMoved):
+    """The weights of one model lie where the budget says."""
 
     def __init__(self, model: nn.Module, device: torch.device, budget: Budget, layout: ChannelsLast | None):
         self.model, self.device, self.budget, self.layout = model, device, budget, layout
         self.value: StreamedModel | None = None
         self.before: dict[torch.Tensor, torch.device] = {}
 
-    def apply(self) -> None:
+    def move(self) -> None:
         if not streaming_blocks(self.model) and nbytes(self.model) > self.budget.card:
             raise Refused(f"memory=: a {type(self.model).__name__} has no blocks that could stream")
         check_fits(sizes_of(self.model), self.budget, type(self.model).__name__)
+        check_ram(weights_in(self.model))
         self.before = {one: one.device for one in weights_in(self.model)}
-        _check_ram(sum(one.nbytes for one, device in self.before.items() if device.type != "cpu"))
         self.value = StreamedModel(self.model, self.device, _as_it_is, self.budget, alone=True)
-        try:
-            if self.layout is not None and self.device.type == "cuda" and not self.layout.on_gpu:
-                self.layout.apply(coming=True)
-            if not self.value.enter():
-                raise Refused(f"memory=: the weights cannot be streamed: {self.value.reason}")
-        except BaseException:
-            self.undo()
-            raise
-
-    def check(self) -> None:
-        """Nothing to conflict with: values and shapes are the user's own."""
+        if self.layout is not None and self.device.type == "cuda" and not self.layout.on_gpu:
+            self.layout.apply(coming=True)
+        if not self.value.enter():
+            raise Refused(f"memory=: the weights cannot be streamed: {self.value.reason}")
 
     def undo(self) -> None:
+        if not self.before:
+            return
         if self.value is not None:
             self.value.let_go()
         self.value = None
@@ -108,44 +115,33 @@ class WeightsPlaced:
         return [] if self.value is None else self.value.rows()
 
 
-class PipelineTurns:
+class PipelineTurns(WeightsMoved):
     """Models of a pipeline come to the GPU for their turn, as stock's own model offload has it, or stay there where all
-    fit. Undo brings them back.
+    fit.
     """
 
     def __init__(self, pipe: Any, device: torch.device, budget: Budget):
         self.pipe, self.device, self.budget = pipe, device, budget
-        self.before: dict[nn.Module, torch.device] | None = None
+        self.before: dict[nn.Module, torch.device] = {}
 
-    def apply(self) -> None:
+    def move(self) -> None:
         models = models_of(self.pipe)
         for model in models:
             check_fits(sizes_of(model), self.budget, type(model).__name__)
         if any(offload_hooks(self.pipe, GPUS)):
             return  # they are taken over as they are
+        fits = sum(map(nbytes, models)) <= ROOM_FOR_CALLS * self.budget.card
+        if not fits:
+            check_ram(one for model in models for one in weights_in(model))
         self.before = {model: next(iter(weights_in(model))).device for model in models}
-        try:
-            if sum(map(nbytes, models)) <= ROOM_FOR_CALLS * self.budget.card:
-                self.pipe.to(self.device)
-                return
-            _check_ram(sum(one.nbytes for model in models for one in weights_in(model) if one.device.type != "cpu"))
-            getattr(self.pipe, SWITCH)(device=self.device)
-        except (ValueError, NotImplementedError) as error:
-            self.undo()
-            raise Refused(f"memory=: {error}") from error
-        except BaseException:
-            self.undo()
-            raise
-
-    def check(self) -> None:
-        """Nothing to conflict with: hooks that came later stay."""
+        self.pipe.to(self.device) if fits else getattr(self.pipe, SWITCH)(device=self.device)
 
     def undo(self) -> None:
-        if self.before is not None:
+        if self.before:
             self.pipe.remove_all_hooks()
-            for model, device in self.before.items():
-                model.to(device)
-        self.before = None
+        for model, device in self.before.items():
+            model.to(device)
+        self.before = {}
 
 
 def lift_offload(model: nn.Module, context: Context) -> StageResult:
@@ -159,9 +155,7 @@ def place_weights(model: nn.Module, context: Context) -> StageResult:
     if context.options.memory is None or (turns is not None and id(model) in turns.models):
         return StageResult()
     device = card_of([model])
-    budget = budget_of(context.options, device)
-    assert budget is not None
-    placed = WeightsPlaced(model, device, budget, context.find(ChannelsLast))
+    placed = WeightsPlaced(model, device, budget_of(context.options, device), context.find(ChannelsLast))
 
     def report() -> StageReport:
         return StageReport([Row(path, RULE, "patched", f"{where}, {told}") for path, where, told in placed.rows()])
@@ -199,9 +193,9 @@ def _as_it_is(model: nn.Module, device: torch.device) -> None:
     """Its layout is settled."""
 
 
-def _check_ram(more: int) -> None:
+def check_ram(weights: Iterable[torch.Tensor]) -> None:
     """Raises Refused where the CPU's memory does not hold what comes from a GPU."""
-    free = psutil.virtual_memory().available
+    more, free = sum(one.nbytes for one in weights if one.device.type != "cpu"), psutil.virtual_memory().available
     if more > free:
         raise Refused(
             f"memory=: {more / 1e9:.1f} GB of weights go to the CPU's memory, of which {free / 1e9:.1f} are free"
@@ -213,6 +207,4 @@ def pipeline_turns(pipe: Any, context: Context) -> PipelineTurns | None:
     if context.options.memory is None:
         return None
     device = card_of(models_of(pipe))
-    budget = budget_of(context.options, device)
-    assert budget is not None
-    return PipelineTurns(pipe, device, budget)
+    return PipelineTurns(pipe, device, budget_of(context.options, device))

@@ -19,6 +19,7 @@ from accel.offload import budget, hooks, placed_model, streamed_model
 from accel.offload.blocks import nbytes, sizes_of
 from accel.offload.budget import WeightSizes, predicted_seconds, streamed_blocks
 from accel.offload.call_hooks import streamed_model as streamed
+from accel.offload.memory import HostBuffer
 from accel.offload.placed_model import PlacedModel
 from accel.offload.ring import Ring
 from accel.options import bytes_of
@@ -36,7 +37,7 @@ def emulated(monkeypatch):
         fill(self, i)
 
     monkeypatch.setattr(PlacedModel, "_reserve", lambda self, nbytes: Addresses(nbytes))
-    monkeypatch.setattr(placed_model.HostBuffer, "pin", lambda self, most=None: None)
+    monkeypatch.setattr(HostBuffer, "pin", lambda self, most=None: None)
     monkeypatch.setattr(Ring, "_fill", poisoned)
     monkeypatch.setattr(memory, "card_of", lambda models: THERE)
     monkeypatch.setattr(memory, "GPUS", ("cpu",))

@@ -12,8 +12,9 @@ import accel
 from accel.cuda_graphs.fingerprint import Fingerprint
 from accel.cuda_graphs.rule import GraphForward, obstacle
 from accel.diffusion.pipeline import lay_out_for_gpu
-from accel.offload import hooks, placed_model
+from accel.offload import hooks
 from accel.offload.layout import separate
+from accel.offload.memory import HostBuffer
 from accel.offload.placed_model import PlacedModel
 from support.diffusion.outputs import close, run
 from support.objects.emulated_card import THERE, Addresses
@@ -22,7 +23,7 @@ from support.objects.emulated_card import THERE, Addresses
 @pytest.fixture(autouse=True)
 def emulated(monkeypatch):
     monkeypatch.setattr(PlacedModel, "_reserve", lambda self, nbytes: Addresses(nbytes))
-    monkeypatch.setattr(placed_model.HostBuffer, "pin", lambda self: None)
+    monkeypatch.setattr(HostBuffer, "pin", lambda self: None)
     monkeypatch.setattr(hooks, "GPUS", ("cpu",))
 
 
