@@ -5,6 +5,7 @@ addresses are reserved by the driver's virtual memory management, and memory is 
 """
 
 import ctypes
+import sys
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -15,6 +16,8 @@ from accel.errors import logged
 
 DEVICE, PINNED, READ_WRITE = 1, 1, 3  # of the driver's enumerations of locations, allocations, access
 OUT_OF_MEMORY = 2
+PAGE, LARGE_PAGE = 4096, 2**21  # bytes
+HUGE_PAGES = 14  # MADV_HUGEPAGE
 
 
 class Location(ctypes.Structure):
@@ -134,13 +137,18 @@ class HostBuffer:
     def __init__(self, nbytes: int):
         with torch.inference_mode(False):
             self.bytes = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        _in_large_pages(self.bytes)
         self.pinned = False
         self.pinned_bytes = 0  # from the first one
 
-    def pin(self, most: int | None = None) -> None:
-        """In place. Where the system refuses, copies are as slow as stock's. most: bytes that may be pinned."""
+    def pin(self, most: int | None = None, empty: bool = False) -> None:
+        """In place. Where the system refuses, copies are as slow as stock's. most: bytes that may be pinned. empty:
+        nothing is there yet.
+        """
         nbytes = self.bytes.nbytes if most is None else min(most, self.bytes.nbytes)
         if not self.pinned and nbytes:
+            if empty:
+                self.bytes[:nbytes:PAGE].zero_()  # by many threads; the driver would touch page after page
             runtime: Any = torch.cuda.cudart()
             self.pinned = int(runtime.cudaHostRegister(self.bytes.data_ptr(), nbytes, 0)) == 0
             self.pinned_bytes = nbytes * self.pinned
@@ -151,6 +159,14 @@ class HostBuffer:
         if getattr(self, "pinned", False):
             runtime: Any = torch.cuda.cudart()
             _quietly(lambda: runtime.cudaHostUnregister(self.bytes.data_ptr()))
+
+
+def _in_large_pages(there: torch.Tensor) -> None:
+    """Asks Linux for few large pages, which are there and pinned sooner. It may refuse."""
+    start = -(-there.data_ptr() // PAGE) * PAGE
+    nbytes = there.data_ptr() + there.nbytes - start
+    if sys.platform == "linux" and nbytes > LARGE_PAGE:
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), size(nbytes), HUGE_PAGES)
 
 
 def _quietly(action: Callable[[], object]) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from accel.errors import logged
-from accel.offload.layout import Layout, lay_out, unmovable, weights_in
+from accel.offload.layout import CPU, Layout, lay_out, unmovable, weights_in
 from accel.offload.memory import Addresses, Mapping
 from accel.offload.piece import PlacedWeights
 from accel.patching.owner import PartlyCopied
@@ -50,11 +50,11 @@ class PlacedModel(PartlyCopied):
                 return self.model
         return type(self.model).to(self.model, *args, **kwargs)
 
-    def enter(self) -> bool:
-        """From the CPU to the GPU; where that cannot be, nothing is done, and False returned."""
+    def enter(self, here: torch.device = CPU) -> bool:
+        """From the CPU to the GPU; where that cannot be, nothing is done, and False returned. here: where it is."""
         self.prepare(self.model, self.device)
         tensors = weights_in(self.model)
-        self.reason = unmovable(tensors) if tensors else "no weights"
+        self.reason = unmovable(tensors, here) if tensors else "no weights"
         if self.reason is None:
             try:
                 self._pack(tensors)

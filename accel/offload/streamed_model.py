@@ -2,6 +2,8 @@
 
 import threading
 from collections.abc import Callable
+from functools import partial
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -12,14 +14,13 @@ from accel.errors import Refused
 from accel.offload.blocks import pieces
 from accel.offload.budget import BUFFERS, MARGIN, SLACK, Budget, WeightSizes, check_fits, streamed_blocks
 from accel.offload.call_hooks import hook_blocks, hook_model, unhook
-from accel.offload.layout import Layout, weights_in
-from accel.offload.memory import HostBuffer
+from accel.offload.layout import CPU, Layout, unmovable, weights_in
+from accel.offload.memory import PAGE, HostBuffer
 from accel.offload.piece import PlacedWeights, WeightPlacement
 from accel.offload.placed_model import ROW, PlacedModel, sums
 from accel.offload.ring import Ring
 
 BESIDE = ("mask", "position", "past", "cache")  # arguments that say nothing about how much is computed
-PAGE = 4096  # bytes between pieces, since pages are pinned as a whole
 GRAIN = 8 * ROW  # bytes of which sums are taken
 
 
@@ -73,13 +74,15 @@ class StreamedModel(PlacedModel):
 
     # Coming and going.
 
-    def enter(self) -> bool:
+    def enter(self, here: torch.device = CPU) -> bool:
         """From the CPU to the GPU; where that cannot be, nothing is done, and False returned."""
         if self.arena is not None:
             return True
-        if self.alone:
-            type(self.model).to(self.model, "cpu")
-        if not super().enter():
+        if self.alone and unmovable(weights_in(self.model), self.device) is None:
+            here = self.device  # to their places on the CPU at once
+        elif self.alone:
+            type(self.model).to(self.model, here)
+        if not super().enter(here):
             return False
         self._place()
         if self.caller:
@@ -108,16 +111,16 @@ class StreamedModel(PlacedModel):
         if kept and known == present:
             return
         left = self._laid_anew(kept, tensors) if kept else pieces(self.model)
-        host, at = HostBuffer(sum(layout.nbytes + PAGE for _, layout in left)), 0
-        made, ends = [], [0]
-        for path, layout in left:
-            made.append(PlacedWeights(path, layout, host, at))
-            ends.append(at + layout.nbytes)
-            at = ends[-1] + PAGE
+        ends = list(accumulate((layout.nbytes + PAGE for _, layout in left), initial=0))
+        host, here = HostBuffer(ends[-1]), left[0][1].slots[0].tensor.device
+        others = {id(piece.host): piece.host.pinned_bytes for piece in kept}
+        most = None if self.budget.host is None else max(0, self.budget.host - sum(others.values()))
+        pin = partial(host.pin, None if most is None else max(end for end in ends if end <= most))
+        if here.type == "cuda":
+            pin(empty=True)  # so that the GPU copies at full speed
+        made = [PlacedWeights(path, layout, host, at) for (path, layout), at in zip(left, ends, strict=False)]
         if self.device.type == "cuda":
-            others = {id(piece.host): piece.host.pinned_bytes for piece in kept}
-            most = None if self.budget.host is None else max(0, self.budget.host - sum(others.values()))
-            host.pin(None if most is None else max(end for end in ends if end <= most))
+            pin()
         self.pieces = [*kept, *made]
         self.streamed, self.measured = None, Measured(0, 0)
         blocks = [piece.path for piece in self.pieces if piece.path]

@@ -37,7 +37,7 @@ def emulated(monkeypatch):
         fill(self, i)
 
     monkeypatch.setattr(PlacedModel, "_reserve", lambda self, nbytes: Addresses(nbytes))
-    monkeypatch.setattr(HostBuffer, "pin", lambda self, most=None: None)
+    monkeypatch.setattr(HostBuffer, "pin", lambda self, most=None, empty=False: None)
     monkeypatch.setattr(Ring, "_fill", poisoned)
     monkeypatch.setattr(memory, "card_of", lambda models: THERE)
     monkeypatch.setattr(memory, "GPUS", ("cpu",))

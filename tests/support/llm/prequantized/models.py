@@ -16,17 +16,24 @@ from accel.quantization.scheme import Scheme
 from support.llm.families import layers, make
 
 
+def places(beside: torch.Tensor, bits: int) -> torch.Tensor:
+    """(1, bits, 1): 0, 1, ..., on the device of another tensor."""
+    return torch.arange(bits, device=beside.device)[None, :, None]
+
+
 def words(rows: torch.Tensor, bits: int = 4) -> torch.Tensor:
     """(n, m) of numbers of so many bits as int32 (n bits / 32, m): one stream of bits, the first in the lowest."""
-    stream = (rows.long()[:, None] >> torch.arange(bits)[None, :, None] & 1).reshape(-1, 32, rows.shape[1])
-    packed = (stream << torch.arange(32)[None, :, None]).sum(1)
+    stream = (rows.long()[:, None] >> torch.arange(bits, device=rows.device)[None, :, None] & 1).reshape(
+        -1, 32, rows.shape[1]
+    )
+    packed = (stream << places(rows, 32)).sum(1)
     return torch.where(packed >= 2**31, packed - 2**32, packed).int()
 
 
 def nibbles(packed: torch.Tensor, bits: int = 4) -> torch.Tensor:
     """`words` taken back."""
-    stream = (packed.long()[:, None] >> torch.arange(32)[None, :, None] & 1).reshape(-1, bits, packed.shape[1])
-    return (stream << torch.arange(bits)[None, :, None]).sum(1)
+    stream = (packed.long()[:, None] >> places(packed, 32) & 1).reshape(-1, bits, packed.shape[1])
+    return (stream << places(packed, bits)).sum(1)
 
 
 class GptqLinear(nn.Module):
