@@ -36,7 +36,7 @@ def test_weights_come_to_the_same_addresses_and_their_memory_goes(tiny):
         free = torch.cuda.mem_get_info()[0]
         placed.to("cuda:0")
         assert placed.reason is None, placed.reason
-        assert placed.host.pinned is (visit > 0)
+        assert placed.packed.host.pinned is (visit > 0)
         places.add(model[0].weight.data_ptr())
         assert torch.equal(model(x.cuda()), stock)
         assert free - torch.cuda.mem_get_info()[0] > 2**30

@@ -15,6 +15,7 @@ import accel
 from accel.diffusion import tiling
 from accel.diffusion.tiling import decodes_within
 from accel.errors import Refused
+from accel.fusion.stacked_linears import stacked_rows
 from accel.offload import budget, hooks, placed_model, streamed_model
 from accel.offload.blocks import nbytes, sizes_of
 from accel.offload.budget import WeightSizes, predicted_seconds, streamed_blocks
@@ -79,6 +80,22 @@ def within(model, share):
     """A budget in which this share of what could stream has to."""
     sizes = sizes_of(model)
     return int(1.02 * sizes.total - share * sum(sizes.blocks) + 2 * max(sizes.blocks))
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+@torch.no_grad()
+def test_quantized_blocks_stream(weights):
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_hidden_layers=4, **sizes)).eval()
+    ids = torch.randint(0, 64, (2, 9))
+    twin = accel.optimize(copy.deepcopy(model), weights=weights)
+    wanted = twin(ids).logits
+    accel.optimize(model, weights=weights, memory=within(twin, 0.9))
+    for _ in range(3):
+        assert torch.equal(model(ids).logits, wanted)
+    attention = model.model.layers[0].self_attn
+    assert stacked_rows([attention.q_proj.data, attention.k_proj.data, attention.v_proj.data]) is not None
+    assert streamed(model).streamed and not accel.report(model).fallbacks
 
 
 @pytest.mark.parametrize("make", [flux, llama])

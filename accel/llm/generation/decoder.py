@@ -38,6 +38,7 @@ from accel.llm.kv_cache.store import Store
 from accel.llm.moe.router import RouterForward
 from accel.llm.parts.step import ForwardContext, Step
 from accel.llm.recording.implementation import unpaged
+from accel.offload.call_hooks import streamed_model
 from accel.parallel.ranks import Ranks
 from accel.parallel.sharded_layers import ranks_of
 from accel.patching.fast_forward import AS_WRITTEN, FastForward
@@ -102,9 +103,8 @@ class DecoderForward(FastForward):
             return self.stock(**kwargs)
 
     def mode(self) -> str | None:
-        if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
-            return "global module hooks"
-        return super().mode()
+        watched = torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks
+        return "global module hooks" if watched else super().mode()
 
     def fast(self, *args: Any, **kwargs: Any) -> Any:
         kwargs, cache = self.split_cache(args, kwargs)
@@ -315,7 +315,7 @@ class DecoderForward(FastForward):
         """Binds the layers to the weights where the model has changed. Raises Unfit where they no longer fit it."""
         with self.lock:
             if self.seen is None or not (self.seen.reachable() and self.seen.holds()):
-                self.reason = self._bind(stack and not self.apart)
+                self.reason = self._bind(stack and not self.apart and streamed_model(self.module) is None)
                 self.seen = self._fingerprint()
         if self.reason is not None:
             raise Unfit(self.reason)

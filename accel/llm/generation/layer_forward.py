@@ -18,6 +18,7 @@ from accel.llm.runtime.layer import BoundLayer
 from accel.llm.runtime.layer_spec import LayerSpec
 from accel.patching.fast_forward import FastForward, Kernels
 from accel.patching.guard import LayerGuard, changed_since
+from accel.quantization.module import QuantizedLinear
 from accel.quantization.product import base
 
 
@@ -75,7 +76,7 @@ class LayerForward(FastForward):
         if names is None:
             names = self.spec.attention.projections if self.spec.attention else ()
         modules = [base(self.module.get_submodule(name)) for name in names]
-        known = [(module, weights(module)) for module in modules if type(module) is nn.Linear]
+        known = [(module, weights(module)) for module in modules if type(module) in (nn.Linear, QuantizedLinear)]
         linears = [module for module, found in known if found is not None and not found.in_blocks]
         if not len(linears) == len(modules) > 1:
             return []
