@@ -1,12 +1,17 @@
-"""Peak GPU memory of a piece of work."""
+"""Peak memory of a piece of work: of a GPU as it was, and on paper."""
 
 import gc
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 
 def release(device: torch.device) -> None:
@@ -71,3 +76,48 @@ def device_peak(device: torch.device) -> Iterator[list[int]]:
         done.set()
         if device.type == "cuda":
             thread.join()
+
+
+class _Attention(TorchFunctionMode):
+    """Attention makes its result alone, as kernels do, and no scores, as torch's formula for other devices would."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if getattr(func, "__name__", "") == "scaled_dot_product_attention":
+            return torch.empty_like((*args, *(kwargs or {}).values())[0])
+        return func(*args, **(kwargs or {}))
+
+
+class _Living(TorchDispatchMode):
+    """Counts the bytes of tensors that are made, for as long as they live."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: dict[int, int] = {}
+        self.now = self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        given = {_storage(one) for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)}
+        made = func(*args, **(kwargs or {}))
+        for one in tree_leaves(made):
+            if isinstance(one, torch.Tensor) and (key := _storage(one)) not in given and key not in self.sizes:
+                self.sizes[key] = one.untyped_storage().nbytes()
+                self.now += self.sizes[key]
+                weakref.finalize(one.untyped_storage(), self._gone, key)
+        self.peak = max(self.peak, self.now)
+        return made
+
+    def _gone(self, key: int) -> None:
+        self.now -= self.sizes.pop(key)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def peak_on_paper(run: Callable[[], object]) -> int:
+    """Bytes, at the peak, of what a call makes beside its arguments and weights, which need no values. As torch has it
+    call by call; what runs fused makes less.
+    """
+    with torch.no_grad(), _Attention(), _Living() as living:
+        run()
+    return living.peak

@@ -37,16 +37,18 @@ def plan(
     if torch.cuda.is_available():
         known = speeds(torch.device("cuda"))
     table = Table("part", "weights GB", "blocks", "stream", "on the GPU GB", "moved GB a step", "s a step", "all there")
-    for name, (part, flops) in _parts(model).items():
-        row = on_paper(part, flops, memory, known)
+    for name, (part, flops, beside) in _parts(model).items():
+        row = on_paper(part, flops, beside, memory, known)
         numbers = (f"{row[key]:.2f}" for key in ("on_card_gb", "moved_gb", "seconds", "resident_s"))
         counts = str(row["blocks"]), str(row["streamed"]) if row["fits"] else "does not fit"
         table.add_row(name or type(part).__name__, f"{row['weights_gb']:.2f}", *counts, *numbers)
     Console().print(table)
 
 
-def _parts(model: str) -> "dict[str, tuple[nn.Module, float]]":
-    """The models of this name or folder, without values, and the operations of a call of each."""
+def _parts(model: str) -> "dict[str, tuple[nn.Module, float, int | None]]":
+    """The models of this name or folder, without values; the operations of a call of each, and the bytes that it needs
+    beside the weights, where its inputs are known.
+    """
     import torch
     from torch.utils._pytree import tree_map
 
@@ -61,18 +63,19 @@ def _parts(model: str) -> "dict[str, tuple[nn.Module, float]]":
         part = case.build(meta, case.dtype)
         given = case.inputs(torch.device("cpu"), case.dtype)[0]
         given = tree_map(lambda one: one.to(meta) if isinstance(one, torch.Tensor) else one, given)
-        return {model: (part, _flops(part, lambda: case.call(part, given)))}
+        return {model: (part, *_needs(part, lambda: case.call(part, given)))}
     if model in CONFIGS:
         part = from_config(config_of(model), meta, torch.bfloat16)
-        return {model: (part, 2.0 * sum(p.numel() for p in part.parameters()))}
+        return {model: (part, 2.0 * sum(p.numel() for p in part.parameters()), None)}
     with user_errors("MODEL"):
-        return {name: (part, _flops(part)) for name, part in without_values(Path(model)).items()}
+        return {name: (part, *_needs(part)) for name, part in without_values(Path(model)).items()}
 
 
-def _flops(part: "nn.Module", call: Any = None) -> float:
+def _needs(part: "nn.Module", call: Any = None) -> tuple[float, int | None]:
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 
+    from accel.bench.memory import peak_on_paper
     from accel.diffusion.linears import denoises
     from accel.errors import logged
 
@@ -80,10 +83,10 @@ def _flops(part: "nn.Module", call: Any = None) -> float:
     try:
         with torch.no_grad(), FlopCounterMode(display=False) as counted:
             call()
-        return float(counted.get_total_flops())
+        return float(counted.get_total_flops()), peak_on_paper(call)
     except Exception as error:  # whatever code for values does with none, or inputs that are not known
         logged(error)
-        return 2 * numbers * (IMAGE_TOKENS if denoises(part) else 1)
+        return 2 * numbers * (IMAGE_TOKENS if denoises(part) else 1), None
 
 
 def bench_memory(

@@ -57,6 +57,11 @@ def streamed_blocks(sizes: WeightSizes, room: int) -> tuple[int, ...]:
     return next(fitting, tuple(range(number)))
 
 
+def room_for_weights(card: int, beside: int) -> int:
+    """Bytes, of these on a card, that are left by a call that was seen to need so many beside the weights."""
+    return card - int(MARGIN * beside) - SLACK
+
+
 def check_fits(sizes: WeightSizes, budget: Budget, name: str) -> None:
     """Raises Refused where the weights that must be on the card at once do not fit."""
     if sizes.least() + SLACK > budget.card:

@@ -12,7 +12,7 @@ from torch import nn
 
 from accel.errors import Refused
 from accel.offload.blocks import pieces
-from accel.offload.budget import BUFFERS, MARGIN, SLACK, Budget, WeightSizes, check_fits, streamed_blocks
+from accel.offload.budget import BUFFERS, Budget, WeightSizes, check_fits, room_for_weights, streamed_blocks
 from accel.offload.call_hooks import hook_blocks, hook_model, unhook
 from accel.offload.layout import CPU, Layout, unmovable, weights_in
 from accel.offload.memory import PAGE, HostBuffer
@@ -145,7 +145,7 @@ class StreamedModel(PlacedModel):
 
     def room(self) -> int:
         """Bytes for weights, beside what a call of the present size needs."""
-        return self.budget.card - self.outside - int(MARGIN * self.measured.nbytes) - SLACK
+        return room_for_weights(self.budget.card - self.outside, self.measured.nbytes)
 
     def _place(self) -> None:
         """Chooses blocks anew where that is due, and copies those that stay."""

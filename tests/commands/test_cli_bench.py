@@ -222,3 +222,11 @@ def test_bench_pictures_writes_json(tmp_path, monkeypatch):
     kinds = ["one picture, first token", "one picture, 3 tokens", "2 pictures, first token", "a token behind it"]
     assert list(row["pictures"]) == kinds and not row["fallbacks"]
     assert all(row["pictures"][kind][way]["median_ms"] > 0 for kind in kinds[:3] for way in ("stock", "accel"))
+
+
+def test_a_plan_is_told_before_anything_is_loaded():
+    result = run_command("plan", "tiny", "--memory", "1GB", "--bus", "20")
+    assert result.exit_code == 0, result.output
+    assert "tiny" in result.output and "does not fit" not in result.output
+    assert "does not fit" in run_command("plan", "tiny", "--memory", "1MB").output
+    assert run_command("plan", "tiny", "--memory", "much").exit_code == 2

@@ -12,6 +12,8 @@ from diffusers.hooks import apply_group_offloading
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import accel
+from accel.bench.diffusion.streaming import on_paper
+from accel.bench.memory import peak_on_paper
 from accel.diffusion import tiling
 from accel.diffusion.tiling import decodes_within
 from accel.errors import Refused
@@ -45,8 +47,7 @@ def emulated(monkeypatch):
     monkeypatch.setattr(hooks, "GPUS", ("cpu",))
     monkeypatch.setattr(placed_model, "ROW", 32)
     monkeypatch.setattr(streamed_model, "GRAIN", 256)
-    for module in (budget, streamed_model):
-        monkeypatch.setattr(module, "SLACK", 0)
+    monkeypatch.setattr(budget, "SLACK", 0)
 
 
 def flux(layers=3):
@@ -275,3 +276,16 @@ def test_any_order_finds_its_bytes(order):
             assert torch.equal(ring.buffers[i % 2][: sources[i].nbytes], sources[i])
             ring.leave(i)
         ring.end()
+
+
+def test_a_plan_counts_what_a_call_makes_beside_the_weights():
+    meta = torch.device("meta")
+    layers = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64)).to(meta)
+    x, q = torch.empty(8, 64, device=meta), torch.empty(1, 2, 1024, 16, device=meta)
+    assert peak_on_paper(lambda: layers(x)) == 2 * 8 * 256 * 4
+    assert peak_on_paper(lambda: torch.nn.functional.scaled_dot_product_attention(q, q, value=q)) == q.nbytes
+    model, _ = flux()
+    known, total = {"bus": 1e9, "rate": 1e12, "memory": 1e12}, sizes_of(model).total
+    rows = [on_paper(model.to(meta), 1e6, total // 4, f"{int(share * total)}B", known) for share in (1.5, 1.0, 0.3)]
+    assert rows[0]["streamed"] == 0 and 0 < rows[1]["streamed"] <= rows[1]["blocks"] and not rows[2]["fits"]
+    assert rows[1]["on_card_gb"] + 1.15 * total / 4e9 <= total / 1e9 and rows[0]["moved_gb"] == 0 < rows[1]["seconds"]

@@ -13,7 +13,7 @@ from accel.bench.adapters import plain_subject
 from accel.bench.memory import device_bytes, device_peak, release
 from accel.bench.timing import synchronize
 from accel.offload.blocks import sizes_of
-from accel.offload.budget import predicted_seconds, streamed_blocks
+from accel.offload.budget import predicted_seconds, room_for_weights, streamed_blocks
 from accel.offload.call_hooks import streamed_model
 from accel.options import bytes_of
 
@@ -104,18 +104,19 @@ def _fastest(run: Callable[[], object], device: torch.device) -> float:
     return min(found)
 
 
-def on_paper(model: nn.Module, flops: float, memory: str, known: dict[str, float], total: int = 0) -> dict:
+def on_paper(model: nn.Module, flops: float, beside: int | None, memory: str, known: dict[str, float]) -> dict:
     """What `memory=` would do with a model without values: blocks, bytes, seconds a call.
 
-    flops: of a call. known: as `speeds`. total: bytes of the card, for a share. What a call needs beside the weights is
-    taken for a tenth of the budget, until one is made.
+    flops: of a call. beside: bytes that it needs beside the weights, taken for a tenth of the budget where None. known:
+    as `speeds`.
     """
-    sizes, budget = sizes_of(model), bytes_of("memory", memory, total)
-    streamed = streamed_blocks(sizes, int(0.9 * budget))
+    sizes, budget = sizes_of(model), bytes_of("memory", memory)
+    room = room_for_weights(budget, beside if beside is not None else budget // 10)
+    streamed = streamed_blocks(sizes, room)
     compute = max(flops / known["rate"], sizes.total / known["memory"])
     return {
         "weights_gb": sizes.total / 1e9,
-        "fits": sizes.least() < 0.9 * budget,
+        "fits": sizes.on_card(streamed) <= room,
         "blocks": len(sizes.blocks),
         "streamed": len(streamed),
         "on_card_gb": sizes.on_card(streamed) / 1e9,
