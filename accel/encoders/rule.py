@@ -1,7 +1,7 @@
 """Which models are encoders that can be packed, and the trial that says so."""
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import product
@@ -28,6 +28,7 @@ from accel.encoders.inputs import (
     unread,
     wide_call,
 )
+from accel.encoders.own_attention import OwnAttention, OwnCodeForward, own_attentions
 from accel.encoders.picture_sizes import picture_sizes
 from accel.encoders.position_bias import PositionBiasForward, long_text
 from accel.encoders.recording import understand_encoder
@@ -86,8 +87,7 @@ def match_encoder(site: Site, context: Context, root: nn.Module) -> Match | Skip
         _try(forward, example)
         calls.packed = calls.packed or masked
     except NotUnderstood as reason:
-        # With strict=True a graph of the whole model, and its norms, count as nothing left out.
-        return None if context.options.strict else Skip(str(reason))
+        return _own_code(site, context, inputs, str(reason))
     zeros = context.options.padding == "zeros"
     outside = root is not model and masked
     forward.blind = zeros or (outside and ignores_padding(root, model, inputs, example))
@@ -105,10 +105,40 @@ def match_encoder(site: Site, context: Context, root: nn.Module) -> Match | Skip
     note = note if masked else "images of any sizes in one row" if inputs.in_one_row else "without padding"
     note += "; own code of layers runs around their attention" if any(layer.inner for layer in fused) else ""
     match = Match(forward, tuple(patches), covers=(stack,), note=note)
-    if inputs.in_one_row:  # of any sizes, which the code around the layers waits for the GPU to learn
-        return match
+    # Of any sizes, which the code around the layers waits for the GPU to learn.
+    return match if inputs.in_one_row else _in_graph(match, site, context, masked)
+
+
+def _own_code(site: Site, context: Context, inputs: Inputs, reason: str) -> Match | Skip | None:
+    """Of a model whose layers are not understood, for this reason: its attentions alone are fused."""
+    model: Any = site.module
+    place = context.kernels, context.log
+    forward = OwnCodeForward(model, site.path, *place, inputs=inputs)
+    masked, told = inputs.mask in forward.names, None
+    try:
+        example = small_call(model, inputs)
+        calls = [example, *(example | {inputs.mask: random_mask(inputs, example, one)} for one in (0, 1) if masked)]
+        with resting(model), math_attention():
+            found = own_attentions(model, example)
+            patches = tuple(ForwardPatch(one, OwnAttention(one, path, *place)) for path, one in found.items())
+            with as_written():
+                wanted = [_seeded(forward.stock, call) for call in calls]
+            with _applied(forward, patches):
+                told = next(filter(None, (_differs(forward, *pair) for pair in zip(calls, wanted, strict=True))), None)
+    except NotUnderstood as other:
+        told = str(other)
+    if told or not found or inputs.in_one_row:
+        # With strict=True a graph of the whole model, and its norms, count as nothing left out.
+        return None if context.options.strict else Skip(reason)
+    note = f"{len(found)} attentions are fused inside of its own code, as {reason}"
+    return _in_graph(Match(forward, patches, covers=(), note=note), site, context, masked)
+
+
+def _in_graph(match: Match, site: Site, context: Context, masked: bool) -> Match:
+    """It, inside of a graph of the whole module where there is to be one."""
+    forward: Any = match.forward
     if not masked and context.options.graphs is not False and site.path not in context.graph_paths:
-        inside = GraphForward(model, site.path, context)  # which is called by itself, or by what is no graph
+        inside = GraphForward(site.module, site.path, context)  # which is called by itself, or by what is no graph
         inside.inner = forward
         return replace(match, forward=inside)
     if site.path not in context.graph_paths:
@@ -116,7 +146,7 @@ def match_encoder(site: Site, context: Context, root: nn.Module) -> Match | Skip
     graph = first_of((GRAPH,), site, context)
     if isinstance(graph, Match) and isinstance(graph.forward, GraphForward):
         graph.forward.inner = forward
-        return replace(match, forward=graph.forward, note=f"{note}; {graph.note}")
+        return replace(match, forward=graph.forward, note=f"{match.note}; {graph.note}")
     return match
 
 
@@ -141,7 +171,7 @@ def _try(forward: EncoderForward, example: dict[str, Any]) -> None:
         pairs = list(zip(calls, wanted, strict=True))
         # There rows of padding hang on the attention that the model was made with.
         turned = [pairs.pop(2)] if mask in forward.names and forward.sight.distances else []
-        with _applied(forward):
+        with _applied(forward, _patches(forward)):
             fitting: list[tuple[bool, bool]] = []
             for forward.strange, forward.shows in product((False, True), (False, True)):
                 if forward.strange and fitting:
@@ -164,7 +194,7 @@ def _seeded(forward: Callable, call: dict) -> Any:
         return forward(**call)
 
 
-def _differs(forward: EncoderForward, call: dict, wanted: Any) -> str | None:
+def _differs(forward: EncoderForward | OwnCodeForward, call: dict, wanted: Any) -> str | None:
     told = "".join(f" with {name}" for name in call if name != forward.inputs.main)
     if (reason := forward.unfit(**call)) is not None:
         return reason
@@ -200,11 +230,11 @@ def _patches(forward: EncoderForward) -> list[ForwardPatch]:
 
 
 @contextmanager
-def _applied(forward: EncoderForward) -> Iterator[None]:
+def _applied(forward: EncoderForward | OwnCodeForward, patches: Sequence[ForwardPatch]) -> Iterator[None]:
     """Inside, the layers take part in steps. Weights stay where they are."""
     forward.apart = True
     with ExitStack() as undo:
-        for patch in _patches(forward):
+        for patch in patches:
             patch.apply()
             undo.callback(patch.undo)
         try:

@@ -1,0 +1,86 @@
+"""Encoders whose layers are not understood: their own code runs, with its attentions fused inside."""
+
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import nn
+
+from accel.cuda_graphs.fingerprint import Fingerprint
+from accel.encoders.waiting_scores import FusedProducts, all_computed
+from accel.encoders.inputs import Inputs
+from accel.errors import reason_of
+from accel.in_flight import listening
+from accel.llm.recording.record import NotUnderstood, is_absent
+from accel.patching.fast_forward import FastForward
+from accel.patching.structure import foreign, foreign_hooks, replaced_forward
+
+ASKED = "output_attentions"
+INSIDE: ContextVar[bool] = ContextVar("accel_inside_own_code", default=False)  # of a call in which attentions are fused
+
+
+class OwnAttention(FastForward):
+    """A module in whose forward products of queries and keys wait, while a call of its encoder is under way."""
+
+    beneath = True
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        if not INSIDE.get():
+            return self.stock(*args, **kwargs)
+        return self.fast(*args, **kwargs)
+
+    def fast(self, *args: Any, **kwargs: Any) -> Any:
+        with FusedProducts():
+            return self.stock(*args, **kwargs)
+
+
+class OwnCodeForward(FastForward):
+    """An encoder around such modules. What waits beside its attentions, shares that nobody asks for, is dropped."""
+
+    renewed = ("seen", "reason")
+    forgotten = ("seen",)
+    inputs: Inputs
+    strange = apart = False  # as of `EncoderForward`
+    seen: Fingerprint | None
+    reason: str | None  # why it runs stock, as it is now
+
+    def renew(self) -> None:
+        self.seen, self.reason = None, None
+
+    def unfit(self, *args: Any, **kwargs: Any) -> str | None:
+        asked = self.named(args, kwargs).get(ASKED)
+        if getattr(self.module.config, ASKED, False) if is_absent(asked) else asked:
+            return f"{ASKED}: its attentions run stock"
+        if self.seen is None or not (self.seen.reachable() and self.seen.holds()):
+            looked = any(foreign_hooks(one) or replaced_forward(one) or foreign(one) for one in self.module.modules())
+            self.reason = "code of the user's looks into it" if looked else None
+            self.seen = Fingerprint(self.module)
+        return self.reason
+
+    def fast(self, *args: Any, **kwargs: Any) -> Any:
+        token = INSIDE.set(True)
+        try:
+            return all_computed(self.stock(*args, **kwargs))
+        finally:
+            INSIDE.reset(token)
+
+    def late(self, args: tuple, kwargs: dict) -> "tuple[dict[str, Any], Callable[[Any], Any]] | None":
+        """See `EncoderForward`."""
+        return None
+
+
+def own_attentions(model: Any, call: dict[str, Any]) -> dict[str, nn.Module]:
+    """By path the modules in whose forwards attentions begin and end that can be fused, in a call of the model."""
+    running: list[nn.Module] = []
+    modules = list(model.modules())[1:]
+    begin = listening([(one, lambda module, *_: running.append(module)) for one in modules], before=True)
+    end = listening([(one, lambda *_: None if running.pop() else None) for one in modules])
+    try:
+        with begin, end, FusedProducts(lambda: tuple(running)) as fused:
+            type(model).forward(model, **call)
+    except Exception as error:  # whatever a forward may raise
+        raise NotUnderstood(f"could not be examined: {reason_of(error)}") from error
+    around = [[a for a, b in zip(*both, strict=False) if a is b] for both in fused.found]
+    found = {one[-1] for one in around if one}
+    return {path: one for path, one in model.named_modules() if one in found}

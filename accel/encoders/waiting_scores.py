@@ -1,0 +1,279 @@
+"""Attention that a model's own code computes, without its scores in memory: products of queries and keys wait until it
+is known that a softmax, and then a product with values, is all they are for.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from accel.encoders.own_code import PRODUCTS, SOFTMAXES
+from accel.errors import Unfit
+
+FACTS = {"shape", "dtype", "device", "ndim", "is_cuda", "requires_grad", "size", "dim", "numel", "__len__"}
+SUMS = {"add": 1, "iadd": 1, "radd": 1, "sub": -1, "isub": -1}
+VIEWS = {"view", "reshape", "unsqueeze", "squeeze", "flatten", "unflatten", "view_as"}
+NAMED = {"float": torch.float32, "half": torch.float16, "bfloat16": torch.bfloat16, "type_as": None, "to": None}
+LIKE = {"expand_as": lambda one, like: one.expand(like.shape), "type_as": lambda one, like: one.to(like.dtype)}
+
+
+class WaitingScores(torch.Tensor):
+    """Scores, or shares that a softmax made of them, which are computed where anything but an attention needs them.
+
+    left, right: (..., L, D) and (..., D, K), whose product times scale and with terms waits, in the shape and dtype of
+    this. terms: shapes but for (L, K), and what is added to scores so grouped. shares: of a softmax. made: it,
+    computed. viewed: a change of it in place would show in another. mode: it was made in.
+    """
+
+    left: torch.Tensor
+    right: torch.Tensor
+    scale: float
+    terms: tuple[tuple[torch.Size, torch.Tensor], ...]
+    shares: bool
+    made: torch.Tensor | None
+    viewed: bool
+    mode: "FusedProducts"
+
+    @staticmethod
+    def of(shape: Any, dtype: torch.dtype, held: dict[str, Any]) -> "WaitingScores":
+        make: Any = torch.Tensor._make_wrapper_subclass
+        one = make(WaitingScores, shape, dtype=dtype, device=held["left"].device)
+        vars(one).update(held)
+        return one
+
+    def but(self, shape: Any = None, dtype: torch.dtype | None = None, **changed: Any) -> "WaitingScores":
+        """It, with these instead."""
+        return self.of(self.shape if shape is None else shape, dtype or self.dtype, vars(self) | changed)
+
+    @property
+    def base(self) -> torch.Size:
+        return torch.Size((*self.left.shape[:-1], self.right.shape[-1]))
+
+    def computed(self) -> torch.Tensor:
+        if self.made is None:
+            self.mode.hold(self, False)
+            made = self.left @ self.right * self.scale
+            for lead, term in self.terms:
+                made = made.reshape(*lead, *self.base[-2:]) + term
+            made = made.softmax(-1) if self.shares else made
+            self.made = made.reshape(self.shape).to(self.dtype)
+        return self.made
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs, name = kwargs or {}, func.__name__
+        if (func.__self__.__name__ if name == "__get__" else name) in FACTS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        name, inplace = name.strip("_"), name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
+        if name in ("add", "radd", "mul", "rmul") and len(args) == 2 and not isinstance(args[0], cls):
+            args = args[::-1]
+        if func is torch.einsum and len(args) == 3:
+            equation, one, *rest = args
+        else:
+            equation, (one, *rest) = "", args or (None,)
+        if isinstance(one, cls) and one.made is None:
+            found = one.waiting(func, name, rest, kwargs, equation)
+            if found is not None and not inplace:
+                return found
+            if found is not None:
+                if one.viewed or (found.shape, found.dtype) != (one.shape, one.dtype):
+                    raise Unfit("scores are changed in place that are seen elsewhere")
+                vars(one).update(vars(found))
+                return one
+        if len(args) == 2 and isinstance(args[1], cls) and name in LIKE:
+            return LIKE[name](*args)
+        return func(*all_computed(args), **all_computed(kwargs))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        return func(*all_computed(args), **all_computed(kwargs or {}))
+
+    def waiting(self, func: Any, name: str, args: list, kwargs: dict, equation: str) -> Any:
+        """What a function of it and these gives; None where that takes its numbers."""
+        if func is F.dropout:
+            given = {"p": 0.5, "training": True} | dict(zip(("p", "training"), args, strict=False)) | kwargs
+            return None if given["p"] and given["training"] else self
+        if func in PRODUCTS:
+            return self.attended(args[0], equation) if self.shares and len(args) == 1 else None
+        if func in SOFTMAXES:
+            dim = args[0] if args else kwargs.get("dim")
+            fits = not self.shares and dim in (-1, self.dim() - 1) and self.shape[-1] == self.base[-1]
+            return self.but(dtype=kwargs.get("dtype"), shares=True) if fits else None
+        if name in VIEWS:
+            self.viewed = True
+            return self.but(func(torch.empty(self.shape, device="meta"), *args, **kwargs).shape)
+        if name in ("contiguous", "clone"):
+            return self.but()
+        if name in NAMED:
+            like = args[0] if args else kwargs.get("dtype", NAMED.get(name))
+            dtype = like.dtype if isinstance(like, torch.Tensor) and like.device == self.device else like
+            fits = isinstance(dtype, torch.dtype) and len(args) + len(kwargs) < 2
+            return self.but(dtype=dtype) if fits else None
+        if self.shares or kwargs:
+            return None
+        if name == "masked_fill" and len(args) == 2:
+            return self.hidden(*args)
+        if len(args) != 1:
+            return None
+        if name in ("mul", "imul", "rmul"):
+            return self.times(args[0])
+        if name in ("div", "truediv", "itruediv", "idiv"):
+            return self.times(1 / args[0])
+        return self.plus(args[0] if SUMS[name] == 1 else -args[0]) if name in SUMS else None
+
+    def plus(self, term: Any) -> "WaitingScores | None":
+        """With a tensor added."""
+        term, shape = all_computed(term), self.shape
+        if isinstance(term, int | float) and not term:
+            return self.but()
+        if not isinstance(term, torch.Tensor) or not term.is_floating_point() or not _fits(term, shape):
+            return None
+        dtype = torch.promote_types(term.dtype, self.dtype) if term.dim() else self.dtype
+        term = term[(None,) * (len(shape) - term.dim())]
+        if shape[-2:] != self.base[-2:]:
+            term, shape = term.expand(shape).reshape(self.base), self.base
+        return self.but(dtype=dtype, terms=(*self.terms, (shape[:-2], term)))
+
+    def hidden(self, mask: Any, value: Any) -> "WaitingScores | None":
+        """With a value in the place of those that a mask shows, which is so low that it may as well be added."""
+        low = isinstance(value, float) and value < torch.finfo(self.dtype).min / 2
+        if not low or not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool:
+            return None
+        return self.plus(torch.zeros_like(mask, dtype=self.dtype).masked_fill(mask, value))
+
+    def times(self, factor: Any) -> "WaitingScores | None":
+        """Times a number, or a tensor that is one for each query."""
+        if isinstance(factor, int | float):
+            terms = tuple((lead, term * factor) for lead, term in self.terms)
+            return self.but(scale=self.scale * factor, terms=terms)
+        if not isinstance(factor, torch.Tensor) or self.terms or self.shape != self.base:
+            return None
+        if not _fits(factor, (*self.base[:-1], 1)) or torch.result_type(self.left, factor) != self.dtype:
+            return None
+        return self.but(left=self.left * factor)
+
+    def attended(self, value: Any, equation: str) -> torch.Tensor | None:
+        """The product of shares and values, (..., K, D), or that of an equation."""
+        value, back, base, lead = all_computed(value), None, self.base, self.shape[:-2]
+        if equation:
+            order = as_product(equation, self, value)
+            if order is None or list(order[0]) != sorted(order[0]):
+                return None
+            value, back = value.permute(order[1]), order[2]
+        if self.shape[-2:] != base[-2:] or value.shape[:-1] != (*lead, base[-1]):
+            return None
+        if not self.left.dtype == self.right.dtype == value.dtype == self.dtype:
+            return None
+        self.mode.hold(self, True)
+        group = max((one for one, term in self.terms if term.shape[:-2].numel() > 1), key=len, default=lead)
+        mask: Any = sum(_regrouped(term, one, group) for one, term in self.terms) if self.terms else None
+        if mask is not None:
+            mask = mask.clamp(min=torch.finfo(value.dtype).min) if mask.dtype != value.dtype else mask
+            mask = mask.to(value.dtype).expand(*mask.shape[:-2], *base[-2:])
+            if len(group) > 2 and mask.shape[:-2].numel() > 1:
+                mask = mask.expand(mask.shape[0], *group[1:], *base[-2:])
+        q, k, v = (t.reshape(*group, *t.shape[-2:]) for t in (self.left, self.right.transpose(-1, -2), value))
+        q, k, v, mask = (t if t is None else _four(t) for t in (q, k, v, mask))
+        y = F.scaled_dot_product_attention(q, k, v, mask, scale=self.scale).reshape(*lead, base[-2], -1)
+        return y if back is None else y.permute(back)
+
+
+def all_computed(given: Any) -> Any:
+    """It, with the numbers that wait in it."""
+    return pytree.tree_map_only(WaitingScores, WaitingScores.computed, given)
+
+
+def _fits(one: torch.Tensor, shape: Any) -> bool:
+    """Whether it may be broadcast to a shape."""
+    pairs = zip(one.shape[::-1], shape[::-1], strict=False)
+    return one.dim() <= len(shape) and all(size in (1, wanted) for size, wanted in pairs)
+
+
+def _regrouped(term: torch.Tensor, lead: torch.Size, group: torch.Size) -> torch.Tensor:
+    """What is added to scores of (*lead, L, K), for those of (*group, L, K)."""
+    if lead == group:
+        return term
+    if term.shape[:-2].numel() == 1:
+        return term.reshape((1,) * len(group) + term.shape[-2:])
+    return term.expand(*lead, *term.shape[-2:]).reshape(*group, *term.shape[-2:])
+
+
+def _four(t: torch.Tensor) -> torch.Tensor:
+    """(..., L, D) -> (first, others, L, D)."""
+    return t[None] if t.dim() == 3 else t.flatten(1, -3)
+
+
+def as_product(equation: str, left: torch.Tensor, right: torch.Tensor) -> tuple[list[int], list[int], list[int]] | None:
+    """How an einsum is a product of (..., I, K) and (..., K, J): the order of dimensions of both, and of what that
+    gives. None for another.
+    """
+    given, _, wanted = equation.replace(" ", "").partition("->")
+    sides = given.split(",")
+    if len(sides) != 2 or not wanted:
+        return None
+    capitals = "ZYXWV"[: left.dim() - len(sides[0].replace("...", ""))] if "..." in wanted else ""
+    a, b, made = (one.replace("...", capitals) for one in (*sides, wanted))
+    both, inner = [one for one in a if one in b and one in made], [one for one in a if one in b and one not in made]
+    rows, columns = ([one for one in x if one not in y] for x, y in ((a, b), (b, a)))
+    if not len(inner) == len(rows) == len(columns) == 1 or (len(a), len(b)) != (left.dim(), right.dim()):
+        return None
+    if len({*a}) < len(a) or len({*b}) < len(b) or sorted(made) != sorted(both + rows + columns):
+        return None
+    order = both + rows + columns
+    orders = both + rows + inner, both + inner + columns
+    return [a.index(one) for one in orders[0]], [b.index(one) for one in orders[1]], [order.index(one) for one in made]
+
+
+class FusedProducts(TorchFunctionMode):
+    """Inside, products may wait. place: gives the modules whose forwards run, outermost first, where that is noted;
+    then `found` has those of the beginning and the end of each attention.
+    """
+
+    def __init__(self, place: Callable[[], tuple] | None = None):
+        super().__init__()
+        self.place, self.found = place, list[tuple[tuple, tuple]]()
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.multi_head_attention_forward and kwargs.get("need_weights"):
+            if self.place is not None:
+                self.found.append((self.place(), self.place()))
+            return func(*args, **kwargs | {"need_weights": False})
+        if func in PRODUCTS and not kwargs and not any(isinstance(one, WaitingScores) for one in args):
+            if func is not torch.einsum and len(args) == 2:
+                return self.begun(*args) if self.fits(*args) else func(*args)
+            if func is torch.einsum and len(args) == 3:
+                equation, left, right = args
+                order = as_product(*args)
+                if order is not None and order[2] == sorted(order[2]):
+                    left, right = left.permute(order[0]), right.permute(order[1])
+                    if self.fits(left, right):
+                        return self.begun(left, right)
+        return func(*args, **kwargs)
+
+    @staticmethod
+    def fits(left: torch.Tensor, right: torch.Tensor) -> bool:
+        """Whether this may be a product of queries and keys."""
+        same = left.dim() == right.dim() > 2 and left.shape[:-2] == right.shape[:-2] and left.dtype == right.dtype
+        return same and left.is_floating_point() and left.shape[-1] == right.shape[-2]
+
+    def begun(self, left: torch.Tensor, right: torch.Tensor) -> WaitingScores:
+        held = {"left": left, "right": right, "scale": 1.0, "terms": (), "shares": False, "made": None}
+        if self.place is not None:
+            held["began"] = self.place(), (left, right), (left._version, right._version)
+        shape = *left.shape[:-1], right.shape[-1]
+        return WaitingScores.of(shape, left.dtype, held | {"viewed": False, "mode": self})
+
+    def hold(self, scores: WaitingScores, fused: bool) -> None:
+        """Notes that they are computed, or an attention made of them. Raises Unfit where their factors have changed."""
+        if self.place is None:
+            return
+        place, factors, versions = vars(scores)["began"]
+        if any(one._version != version for one, version in zip(factors, versions, strict=True)):
+            raise Unfit("what is multiplied changes before the product is used")
+        if fused:
+            self.found.append((place, self.place()))
