@@ -12,6 +12,7 @@ from accel.bench.llm.tiny import PROMPT, NotBuilt, build_tiny, numbers_in, tiny_
 from accel.bench.outcomes import NOT_BUILT, PART, STOCK, WHOLE, WRONG, generalized, wrong_answer
 from accel.bench.results import REASON
 from accel.comparison import relative_max
+from accel.encoders.own_attention import ALONE
 from accel.errors import logged
 
 TEXTS, PAIRS, IMAGES, SOUNDS = "text", "encoder-decoder", "image", "sound"
@@ -78,7 +79,8 @@ def examine_encoder(name: str) -> Iterator[dict]:
     steps = [(status, reason) for _, rule, status, reason in report.sites if rule == "encoder-decoder"]
     told += [(status if FUSED in reason else "skipped", reason) for status, reason in steps]
     left = [generalized(reason) for status, reason in told if status != "patched"]
-    row: dict[str, Any] = {"outcome": WHOLE if not left else PART if len(left) < len(told) else STOCK, "reasons": left}
+    row: dict[str, Any] = {"outcome": WHOLE if not left else PART if len(left) < len(told) else STOCK}
+    row["reasons"] = left + [ALONE] * any(ALONE in reason for _, reason in told)
     row["fallbacks"] = dict(Counter(reason for _, reason, _ in report.fallbacks))
     differs = wrong_answer(stock, ours)
     if differs and not only_rounds(hidden_states_of(accel.restore(model).double()), stock, ours):
@@ -126,4 +128,6 @@ def share_of(rows: list[dict]) -> str:
         counts[kind] = sum(row["outcome"] == WHOLE for row in mine), len(mine)
     whole, every = (sum(one[at] for one in counts.values()) for at in (0, 1))
     told = ", ".join(f"{fused} of {number} {kind}" for kind, (fused, number) in counts.items() if number)
+    alone = sum(ALONE in row["reasons"] for row in rows if row["outcome"] == WHOLE)
+    told += f"; of {alone} of them the attentions alone" if alone else ""
     return f"{whole} of {every} encoders that attend ({whole / every:.0%}) are fused by layers: {told}" if every else ""

@@ -4,12 +4,11 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
-import torch
 from torch import nn
 
 from accel.cuda_graphs.fingerprint import Fingerprint
-from accel.encoders.waiting_scores import FusedProducts, all_computed
 from accel.encoders.inputs import Inputs
+from accel.encoders.waiting_scores import FusedProducts, all_computed
 from accel.errors import reason_of
 from accel.in_flight import listening
 from accel.llm.recording.record import NotUnderstood, is_absent
@@ -17,6 +16,7 @@ from accel.patching.fast_forward import FastForward
 from accel.patching.structure import foreign, foreign_hooks, replaced_forward
 
 ASKED = "output_attentions"
+ALONE = "attentions are fused inside of its own code"  # as the report says
 INSIDE: ContextVar[bool] = ContextVar("accel_inside_own_code", default=False)  # of a call in which attentions are fused
 
 
@@ -74,13 +74,19 @@ def own_attentions(model: Any, call: dict[str, Any]) -> dict[str, nn.Module]:
     """By path the modules in whose forwards attentions begin and end that can be fused, in a call of the model."""
     running: list[nn.Module] = []
     modules = list(model.modules())[1:]
+
+    def ends(*_: Any) -> None:
+        running.pop()
+
     begin = listening([(one, lambda module, *_: running.append(module)) for one in modules], before=True)
-    end = listening([(one, lambda *_: None if running.pop() else None) for one in modules])
+    end = listening((one, ends) for one in modules)
     try:
         with begin, end, FusedProducts(lambda: tuple(running)) as fused:
             type(model).forward(model, **call)
     except Exception as error:  # whatever a forward may raise
         raise NotUnderstood(f"could not be examined: {reason_of(error)}") from error
+    if fused.left:
+        raise NotUnderstood("some of its attentions are of another kind")
     around = [[a for a, b in zip(*both, strict=False) if a is b] for both in fused.found]
     found = {one[-1] for one in around if one}
     return {path: one for path, one in model.named_modules() if one in found}

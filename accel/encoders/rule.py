@@ -28,7 +28,7 @@ from accel.encoders.inputs import (
     unread,
     wide_call,
 )
-from accel.encoders.own_attention import OwnAttention, OwnCodeForward, own_attentions
+from accel.encoders.own_attention import ALONE, OwnAttention, OwnCodeForward, own_attentions
 from accel.encoders.picture_sizes import picture_sizes
 from accel.encoders.position_bias import PositionBiasForward, long_text
 from accel.encoders.recording import understand_encoder
@@ -117,7 +117,10 @@ def _own_code(site: Site, context: Context, inputs: Inputs, reason: str) -> Matc
     masked, told = inputs.mask in forward.names, None
     try:
         example = small_call(model, inputs)
-        calls = [example, *(example | {inputs.mask: random_mask(inputs, example, one)} for one in (0, 1) if masked)]
+        calls = [
+            example,
+            *(example | {inputs.mask: random_mask(inputs, example, one)} for one in (False, True) if masked),
+        ]
         with resting(model), math_attention():
             found = own_attentions(model, example)
             patches = tuple(ForwardPatch(one, OwnAttention(one, path, *place)) for path, one in found.items())
@@ -130,7 +133,7 @@ def _own_code(site: Site, context: Context, inputs: Inputs, reason: str) -> Matc
     if told or not found or inputs.in_one_row:
         # With strict=True a graph of the whole model, and its norms, count as nothing left out.
         return None if context.options.strict else Skip(reason)
-    note = f"{len(found)} attentions are fused inside of its own code, as {reason}"
+    note = f"{len(found)} {ALONE}, as {reason}"
     return _in_graph(Match(forward, patches, covers=(), note=note), site, context, masked)
 
 

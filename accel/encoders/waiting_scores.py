@@ -16,7 +16,12 @@ from accel.errors import Unfit
 FACTS = {"shape", "dtype", "device", "ndim", "is_cuda", "requires_grad", "size", "dim", "numel", "__len__"}
 SUMS = {"add": 1, "iadd": 1, "radd": 1, "sub": -1, "isub": -1}
 VIEWS = {"view", "reshape", "unsqueeze", "squeeze", "flatten", "unflatten", "view_as"}
-NAMED = {"float": torch.float32, "half": torch.float16, "bfloat16": torch.bfloat16, "type_as": None, "to": None}
+CASTS = {
+    "float": torch.float32,
+    "half": torch.float16,
+    "bfloat16": torch.bfloat16,
+    **dict.fromkeys(("type_as", "type", "to")),
+}
 LIKE = {"expand_as": lambda one, like: one.expand(like.shape), "type_as": lambda one, like: one.to(like.dtype)}
 
 
@@ -25,7 +30,7 @@ class WaitingScores(torch.Tensor):
 
     left, right: (..., L, D) and (..., D, K), whose product times scale and with terms waits, in the shape and dtype of
     this. terms: shapes but for (L, K), and what is added to scores so grouped. shares: of a softmax. made: it,
-    computed. viewed: a change of it in place would show in another. mode: it was made in.
+    computed. viewed: a change of it in place would show in another. source: in which it was begun.
     """
 
     left: torch.Tensor
@@ -35,7 +40,7 @@ class WaitingScores(torch.Tensor):
     shares: bool
     made: torch.Tensor | None
     viewed: bool
-    mode: "FusedProducts"
+    source: "FusedProducts"
 
     @staticmethod
     def of(shape: Any, dtype: torch.dtype, held: dict[str, Any]) -> "WaitingScores":
@@ -54,7 +59,7 @@ class WaitingScores(torch.Tensor):
 
     def computed(self) -> torch.Tensor:
         if self.made is None:
-            self.mode.hold(self, False)
+            self.source.hold(self, False)
             made = self.left @ self.right * self.scale
             for lead, term in self.terms:
                 made = made.reshape(*lead, *self.base[-2:]) + term
@@ -89,7 +94,7 @@ class WaitingScores(torch.Tensor):
         return func(*all_computed(args), **all_computed(kwargs))
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         return func(*all_computed(args), **all_computed(kwargs or {}))
 
     def waiting(self, func: Any, name: str, args: list, kwargs: dict, equation: str) -> Any:
@@ -108,11 +113,12 @@ class WaitingScores(torch.Tensor):
             return self.but(func(torch.empty(self.shape, device="meta"), *args, **kwargs).shape)
         if name in ("contiguous", "clone"):
             return self.but()
-        if name in NAMED:
-            like = args[0] if args else kwargs.get("dtype", NAMED.get(name))
+        if name in CASTS:
+            like = args[0] if args else kwargs.get("dtype", CASTS.get(name))
             dtype = like.dtype if isinstance(like, torch.Tensor) and like.device == self.device else like
-            fits = isinstance(dtype, torch.dtype) and len(args) + len(kwargs) < 2
-            return self.but(dtype=dtype) if fits else None
+            if not isinstance(dtype, torch.dtype) or len(args) + len(kwargs) > 1:
+                return None
+            return self.but(dtype=dtype) if torch.promote_types(dtype, self.left.dtype) == dtype else None
         if self.shares or kwargs:
             return None
         if name == "masked_fill" and len(args) == 2:
@@ -168,7 +174,7 @@ class WaitingScores(torch.Tensor):
             return None
         if not self.left.dtype == self.right.dtype == value.dtype == self.dtype:
             return None
-        self.mode.hold(self, True)
+        self.source.hold(self, True)
         group = max((one for one, term in self.terms if term.shape[:-2].numel() > 1), key=len, default=lead)
         mask: Any = sum(_regrouped(term, one, group) for one, term in self.terms) if self.terms else None
         if mask is not None:
@@ -176,8 +182,9 @@ class WaitingScores(torch.Tensor):
             mask = mask.to(value.dtype).expand(*mask.shape[:-2], *base[-2:])
             if len(group) > 2 and mask.shape[:-2].numel() > 1:
                 mask = mask.expand(mask.shape[0], *group[1:], *base[-2:])
-        q, k, v = (t.reshape(*group, *t.shape[-2:]) for t in (self.left, self.right.transpose(-1, -2), value))
-        q, k, v, mask = (t if t is None else _four(t) for t in (q, k, v, mask))
+        given = (self.left, self.right.transpose(-1, -2), value)
+        q, k, v = (_four(t.reshape(*group, *t.shape[-2:])) for t in given)
+        mask = None if mask is None else _four(mask)
         y = F.scaled_dot_product_attention(q, k, v, mask, scale=self.scale).reshape(*lead, base[-2], -1)
         return y if back is None else y.permute(back)
 
@@ -230,12 +237,14 @@ def as_product(equation: str, left: torch.Tensor, right: torch.Tensor) -> tuple[
 
 class FusedProducts(TorchFunctionMode):
     """Inside, products may wait. place: gives the modules whose forwards run, outermost first, where that is noted;
-    then `found` has those of the beginning and the end of each attention.
+    then `found` has those of the beginning and the end of each attention, and `others` what softmaxes of numbers gave,
+    of which `left` were multiplied.
     """
 
     def __init__(self, place: Callable[[], tuple] | None = None):
         super().__init__()
         self.place, self.found = place, list[tuple[tuple, tuple]]()
+        self.others, self.left = list[torch.Tensor](), 0
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
@@ -247,13 +256,15 @@ class FusedProducts(TorchFunctionMode):
             if func is not torch.einsum and len(args) == 2:
                 return self.begun(*args) if self.fits(*args) else func(*args)
             if func is torch.einsum and len(args) == 3:
-                equation, left, right = args
                 order = as_product(*args)
                 if order is not None and order[2] == sorted(order[2]):
-                    left, right = left.permute(order[0]), right.permute(order[1])
-                    if self.fits(left, right):
-                        return self.begun(left, right)
-        return func(*args, **kwargs)
+                    pair = [one.permute(way) for one, way in zip(args[1:], order, strict=False)]
+                    if self.fits(*pair):
+                        return self.begun(*pair)
+        made = func(*args, **kwargs)
+        if self.place is not None and func in SOFTMAXES and not isinstance(made, WaitingScores):
+            self.others.append(made)
+        return made
 
     @staticmethod
     def fits(left: torch.Tensor, right: torch.Tensor) -> bool:
@@ -265,8 +276,9 @@ class FusedProducts(TorchFunctionMode):
         held = {"left": left, "right": right, "scale": 1.0, "terms": (), "shares": False, "made": None}
         if self.place is not None:
             held["began"] = self.place(), (left, right), (left._version, right._version)
+            self.left += any(left.data_ptr() == one.data_ptr() for one in self.others)
         shape = *left.shape[:-1], right.shape[-1]
-        return WaitingScores.of(shape, left.dtype, held | {"viewed": False, "mode": self})
+        return WaitingScores.of(shape, left.dtype, held | {"viewed": False, "source": self})
 
     def hold(self, scores: WaitingScores, fused: bool) -> None:
         """Notes that they are computed, or an attention made of them. Raises Unfit where their factors have changed."""

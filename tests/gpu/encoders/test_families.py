@@ -74,3 +74,39 @@ def test_sound():
     for _ in range(4):
         assert relative_rms(model(wave.bfloat16()).last_hidden_state, exact) <= 1.3 * allowed
     assert not accel.report(model).fallbacks
+
+
+TERMS = {"relative_attention": True, "pos_att_type": ["c2p", "p2c"], "max_relative_positions": 128}
+XLM = {"vocab_size": 500, "emb_dim": 256, "n_layers": 2, "n_heads": 4}
+SWIN = {"image_size": 128, "embed_dim": 64, "depths": [2, 2], "num_heads": [2, 4], "window_size": 8}
+OWN = {  # by class: a configuration and an input
+    "DebertaModel": (t.DebertaConfig(**SIZES, **TERMS), lambda: {"input_ids": torch.arange(4, 370).view(2, 183)}),
+    "XLMModel": (t.XLMConfig(**XLM), lambda: {"input_ids": torch.arange(4, 370).view(2, 183)}),
+    "Swinv2Model": (t.Swinv2Config(**SWIN), lambda: {"pixel_values": torch.randn(3, 3, 128, 128)}),
+    "WavLMModel": (t.WavLMConfig(**WAVES), lambda: {"input_values": torch.randn(2, 16000)}),
+}
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("exact")
+@pytest.mark.parametrize("kind", OWN)
+def test_attentions_inside_of_own_code(kind):
+    model, half, stock = made(kind, OWN[kind][0])
+    call = {name: one.cuda() for name, one in OWN[kind][1]().items()}
+    low = {name: one.bfloat16() if one.is_floating_point() else one for name, one in call.items()}
+    masks = [{}]
+    if "input_ids" in call:
+        mask = torch.ones_like(call["input_ids"])
+        mask[1, 100:] = 0
+        masks += [{"attention_mask": mask}, {"attention_mask": mask.flip(1)}]
+    for more in masks:
+        shown = more.get("attention_mask", torch.ones(())).bool()
+        exact, allowed = (one(**given, **more).last_hidden_state for one, given in ((stock, call), (half, low)))
+        if shown.dim():
+            exact, allowed = exact[shown], allowed[shown]
+        for _ in range(4):
+            got = model(**low, **more).last_hidden_state
+            assert relative_rms(got[shown] if shown.dim() else got, exact) <= 1.3 * relative_rms(allowed, exact) + 1e-4
+    assert not accel.report(model).fallbacks
+    graphs = [one["status"] for one in accel.report(model).graphs]
+    assert graphs and {*graphs} == {"graph"}
