@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from transformers import LogitsProcessorList, StoppingCriteriaList, WhisperTimeStampLogitsProcessor
+from transformers import LogitsProcessorList, StoppingCriteriaList
 
 from accel.fusion.loop import PerThread
 from accel.libraries.cache import ENCODED, MASK, encoded, generating_cache
@@ -30,7 +30,7 @@ from accel.patching.owner import InstanceMethod
 from accel.patching.rule import Patch
 from accel.seq2seq.decoder import Seq2SeqForward
 from accel.seq2seq.late_check import LATE_LOOP, beams_late, beams_may_be_late, unseen
-from accel.seq2seq.timestamps import TimestampRule
+from accel.seq2seq.processors import quicker
 
 MODES = ("greedy_search", "sample", "beam_search", "beam_sample")
 KEPT = {"sequences", "sequences_scores", "scores", "logits", "beam_indices"}  # what a call reads that returns no more
@@ -73,9 +73,7 @@ class Decoding:
         **kwargs: Any,
     ) -> Any:
         method = decoding_method(model, generation_config)
-        processors = LogitsProcessorList(
-            TimestampRule(one) if type(one) is WhisperTimeStampLogitsProcessor else one for one in logits_processor
-        )
+        processors = quicker(logits_processor)
         alone = method in (AS_IMPORTED[LOOP], AS_IMPORTED[BEAMS]) and unseen(model, processors, stopping_criteria)
         if LATE_LOOP is not None and alone and method is AS_IMPORTED[LOOP]:
             method = LATE_LOOP

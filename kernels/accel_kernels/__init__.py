@@ -49,6 +49,7 @@ from accel_kernels.sampling.argmax import argmax
 from accel_kernels.sampling.ended_tokens import ended_tokens
 from accel_kernels.sampling.sample import sample
 from accel_kernels.sampling.table import SamplingTable
+from accel_kernels.sampling.timestamp_rule import timestamp_rule
 
 OPS = tuple(one for one in list(globals().values()) if isinstance(one, Op))
 
@@ -111,6 +112,7 @@ __all__ = [
     "sample",
     "selective_scan",
     "softmax",
+    "timestamp_rule",
     "upsample",
     "upsample_convolve",
 ]

@@ -11,7 +11,7 @@ from transformers.generation.logits_process import WhisperTimeStampLogitsProcess
 import accel
 from accel.seq2seq.decoder import Seq2SeqForward
 from accel.seq2seq.late_check import LateStopCheck
-from accel.seq2seq.timestamps import TimestampRule
+from accel.seq2seq.processors import quicker
 from support.noted import noted
 
 LETTERS = 64  # tokens of text; behind them those of control, and 26 times
@@ -154,11 +154,15 @@ def test_steps_past_the_end_are_undone(models, monkeypatch):
     assert 1 in late
 
 
-def test_the_rule_of_timestamps_gives_the_same_scores():
+def test_processors_give_the_same_scores():
     generator = torch.Generator().manual_seed(0)
     config = t.GenerationConfig(eos_token_id=END)
     vars(config).update(SPOKEN)
-    theirs = WhisperTimeStampLogitsProcessor(config, begin_index=3)
+    begins = t.SuppressTokensAtBeginLogitsProcessor([5, END], begin_index=3)
+    theirs = [begins, t.SuppressTokensLogitsProcessor([7, START]), WhisperTimeStampLogitsProcessor(config, 3)]
+    lists = [theirs, theirs[:2], theirs[2:], [theirs[2], t.LogitNormalization(), theirs[0], *theirs[1:]]]
+    lists = [(quicker(one), t.LogitsProcessorList(one)) for one in lists]
+    assert [len(ours) for ours, _ in lists] == [1, 1, 1, 3]
     for length in (3, 4, 5, 12):
         for _ in range(8):
             ids = torch.randint(0, LETTERS, (16, length), generator=generator)
@@ -166,7 +170,8 @@ def test_the_rule_of_timestamps_gives_the_same_scores():
             ids = torch.where(torch.rand(ids.shape, generator=generator) < 0.4, times, ids)
             scores = 3 * torch.randn(16, SIZES["vocab_size"], generator=generator)
             before = scores.clone()
-            assert torch.equal(TimestampRule(theirs)(ids, scores), theirs(ids, scores)) and torch.equal(scores, before)
+            assert all(torch.equal(ours(ids, scores), stock(ids, scores)) for ours, stock in lists)
+            assert torch.equal(scores, before)
 
 
 @pytest.mark.parametrize(("kind", "beams"), [(True, {}), ("word", {"num_beams": 1})])  # five are the pipeline's own
