@@ -38,7 +38,7 @@ from accel.patching.structure import foreign_hooks
 from accel.seq2seq.course import Course, StreamOrder
 from accel.seq2seq.fixed_memory import CROSS, OWN, FixedMemory, HeldLayer, Holding, Length
 from accel.seq2seq.layers import DecoderLayerForward
-from accel.seq2seq.memory_attention import MemoryStep, hiding
+from accel.seq2seq.memory_attention import MemoryStep, hiding, up_to
 from accel.seq2seq.step_inputs import Masks, TextStep, step_behind
 
 KNOWN = {TOKENS, ENCODED, ENCODER_MASK, MASK, POSITIONS, "use_cache", "return_dict"}
@@ -304,25 +304,27 @@ class Seq2SeqForward(FastForward):
         positions: torch.Tensor | None,
     ) -> torch.Tensor:
         """The logits, (rows, 1, vocabulary), by the model's own code. Nothing it does depends on lengths in Python."""
-        holding.place.length = Length(start.reshape(1), 1, holding.room(OWN) - 1)
-        rows, dtype = holding.rows, holding.kept[OWN].dtype
-        seen = (torch.arange(holding.room(OWN), device=tokens.device) <= start).expand(rows, -1)
-        seen = seen if padding is None else seen & padding.bool()
-        # What the encoder gave is in the cache: of this the model reads the shape alone, or the trial has failed.
-        nothing = torch.full((1, 1, 1), torch.nan, dtype=dtype, device=tokens.device)
-        hidden = None if mask is None else hiding(mask.bool(), dtype)
-        beside = self.masks.beside
-        given = {
+        rows, room, cross = holding.rows, holding.room(OWN), holding.room(CROSS)
+        holding.place.length = Length(start.reshape(1), 1, room - 1)
+        dtype, fused = holding.kept[OWN].dtype, self._ready(room)
+        # What the encoder gave is in the cache: of this the model reads the shape alone, or the trial has failed. So it
+        # does of masks where its layers are fused.
+        nothing = torch.full((1, 1, 1, 1), torch.nan, dtype=dtype, device=tokens.device).expand(rows, -1, -1, -1)
+        own, hidden = (nothing.expand(-1, -1, -1, size) for size in (room, cross))
+        if not fused:
+            own = hiding(up_to(start, room, padding), dtype).expand(rows, -1, -1, -1)
+            hidden = hidden if mask is None else hiding(mask.bool(), dtype)
+        given = {} if mask is None or self.masks.beside else {ENCODER_MASK: hidden}
+        beside = None if mask is None or given else hidden
+        given |= {
             TOKENS: tokens,
-            ENCODED: encoded(nothing.expand(rows, holding.room(CROSS), self.width), hidden if beside else None),
-            MASK: hiding(seen, dtype),
+            ENCODED: encoded(nothing[:, 0].expand(-1, cross, self.width), beside),
+            MASK: own,
             self.cache_name: holding.shown,
             "use_cache": True,
             "return_dict": True,
         }
-        given |= {} if hidden is None or beside else {ENCODER_MASK: hidden}
         given |= {} if positions is None else {POSITIONS: positions}
-        fused = self._ready(holding.room(OWN))
         step = MemoryStep(self.kernels, holding, start, (padding, mask), self.biases) if fused else None
         with nullcontext() if step is None else self.steps.taken(step):
             return type(self.module).forward(self.module, **given).logits

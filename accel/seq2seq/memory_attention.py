@@ -77,12 +77,15 @@ class MemoryStep(Step):
     def hidden(self, part: int) -> torch.Tensor | None:
         """What hides the tokens that do not count, added to scores, (1 or rows, 1, 1, room); None for nothing."""
         kept, seen = self.holding.kept[part], self.masks[part]
-        if part == CROSS and seen is not None:
-            seen = seen[:: self.holding.beams]
         if part == OWN:
-            before = (torch.arange(kept.shape[4], device=kept.device) <= self.start)[None]
-            seen = before if seen is None else before & seen.bool()
-        return None if seen is None else hiding(seen.bool(), kept.dtype)
+            return hiding(up_to(self.start, kept.shape[4], seen), kept.dtype)
+        return None if seen is None else hiding(seen[:: self.holding.beams].bool(), kept.dtype)
+
+
+def up_to(start: torch.Tensor, room: int, padding: torch.Tensor | None) -> torch.Tensor:
+    """Which tokens a new one at `start` sees, (1 or rows, room). padding: (rows, room) of those that count, or None."""
+    before = (torch.arange(room, device=start.device) <= start)[None]
+    return before if padding is None else before & padding.bool()
 
 
 def hiding(seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
