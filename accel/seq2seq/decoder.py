@@ -307,14 +307,13 @@ class Seq2SeqForward(FastForward):
         rows, room, cross = holding.rows, holding.room(OWN), holding.room(CROSS)
         holding.place.length = Length(start.reshape(1), 1, room - 1)
         dtype, fused = holding.kept[OWN].dtype, self._ready(room)
-        # What the encoder gave is in the cache: of this the model reads the shape alone, or the trial has failed. So it
-        # does of masks where its layers are fused.
+        # The model reads of what the encoder gave, and of masks if layers are fused, the shape alone, or the trial failed.
         nothing = torch.full((1, 1, 1, 1), torch.nan, dtype=dtype, device=tokens.device).expand(rows, -1, -1, -1)
         own, hidden = (nothing.expand(-1, -1, -1, size) for size in (room, cross))
         if not fused:
             own = hiding(up_to(start, room, padding), dtype).expand(rows, -1, -1, -1)
             hidden = hidden if mask is None else hiding(mask.bool(), dtype)
-        given = {} if mask is None or self.masks.beside else {ENCODER_MASK: hidden}
+        given: dict[str, Any] = {} if mask is None or self.masks.beside else {ENCODER_MASK: hidden}
         beside = None if mask is None or given else hidden
         given |= {
             TOKENS: tokens,

@@ -30,7 +30,7 @@ from accel.patching.owner import InstanceMethod
 from accel.patching.rule import Patch
 from accel.seq2seq.decoder import Seq2SeqForward
 from accel.seq2seq.late_check import LATE_LOOP, beams_late, beams_may_be_late, unseen
-from accel.seq2seq.processors import quicker
+from accel.seq2seq.processors import FirstRow, quicker
 
 MODES = ("greedy_search", "sample", "beam_search", "beam_sample")
 KEPT = {"sequences", "sequences_scores", "scores", "logits", "beam_indices"}  # what a call reads that returns no more
@@ -73,7 +73,9 @@ class Decoding:
         **kwargs: Any,
     ) -> Any:
         method = decoding_method(model, generation_config)
-        processors = quicker(logits_processor)
+        processors, first = quicker(logits_processor), FirstRow()
+        if self.notes.heads is not None and (generation_config.num_beams or 1) > 1:
+            processors.append(first)
         alone = method in (AS_IMPORTED[LOOP], AS_IMPORTED[BEAMS]) and unseen(model, processors, stopping_criteria)
         if LATE_LOOP is not None and alone and method is AS_IMPORTED[LOOP]:
             method = LATE_LOOP
@@ -85,22 +87,49 @@ class Decoding:
         with self.forward.told_beams(kwargs, generation_config), unwatched:
             result = method(model, input_ids, **call, **kwargs)
         if self.notes.heads is not None:
-            found = self._aligned(model, result.sequences[:, :-1], kwargs)
+            found = self._aligned(model, result, first.seen, kwargs)
             result.cross_attentions = ((found,) * model.config.decoder_layers,)
         return result
 
-    def _aligned(self, model: Any, tokens: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
-        """Probabilities of the heads that align, (rows, heads, tokens, of the encoder), by stock's own code."""
+    def _aligned(self, model: Any, result: Any, seen: list[torch.Tensor], kwargs: dict[str, Any]) -> torch.Tensor:
+        """Probabilities of the heads that align, (rows of the loop, heads, tokens, of the encoder), where stock reads
+        them. seen: tokens of the loop's first row at each step, which is read for texts that have ended.
+        """
+        tokens, indices = result.sequences[:, :-1], getattr(result, "beam_indices", None)
+        rows = len(kwargs[ENCODED].last_hidden_state)
+        found = self._probabilities(model, tokens, torch.arange(len(tokens)) * rows // len(tokens), kwargs)
+        if indices is None:
+            return found
+        given = tokens.shape[1] - indices.shape[1]  # tokens before the first step's last one
+        indices = torch.cat((indices[:, :1].expand(-1, given), indices), 1)
+        texts, places = (indices >= 0).nonzero(as_tuple=True)
+        by_row = found.new_zeros(rows, *found.shape[1:])
+        by_row[indices[texts, places], :, places] = found[texts, :, places]
+        beams: list[int] = []
+        for place in (indices < 0).any(0).nonzero().flatten().tolist()[::-1]:
+            mine = seen[place - given].tolist()
+            if beams[: place + 1] != mine:
+                beams = mine
+                other = self._probabilities(model, tokens.new_tensor([beams]), torch.arange(1), kwargs)
+            by_row[0, :, place] = other[0, :, place]
+        return by_row
+
+    def _probabilities(
+        self, model: Any, tokens: torch.Tensor, rows: torch.Tensor, kwargs: dict[str, Any]
+    ) -> torch.Tensor:
+        """Of the heads that align, (texts, heads, tokens, of the encoder), by stock's own code. rows: of the loop, in
+        which a text's encoder output and mask are.
+        """
         heads, hidden, mask = self.notes.heads or [], kwargs[ENCODED].last_hidden_state, kwargs.get(MASK)
         if mask is not None:
             mask = torch.nn.functional.pad(mask, (0, tokens.shape[1] - mask.shape[1]), value=1)
         config = model.config
         each = config.decoder_layers * config.decoder_attention_heads * tokens.shape[1] * hidden.shape[1]
-        rows, found = max(1, AT_A_TIME // (each * hidden.element_size())), []
-        for part in (slice(at, at + rows) for at in range(0, len(tokens), rows)):
+        most, found = max(1, AT_A_TIME // (each * hidden.element_size())), []
+        for texts, part in zip(tokens.split(most), rows.to(hidden.device).split(most), strict=True):
             given = {ENCODED: encoded(hidden[part]), "use_cache": False}
             given |= {} if mask is None else {MASK: mask[part]}
-            given = getattr(type(model), PREPARE)(model, tokens[part], **given)
+            given = getattr(type(model), PREPARE)(model, texts, **given)
             with as_written():
                 seen = self.forward.stock(**given, output_attentions=True, return_dict=True).cross_attentions
             found.append(torch.stack([seen[layer][:, head] for layer, head in heads], 1))
@@ -143,8 +172,7 @@ def with_fallback(hook: SpeechHook, given: dict[str, Any], args: tuple, kwargs: 
     """Asks for no attentions if those that align are enough."""
     config, notes = given["generation_config"], hook.calls.notes
     heads, words = getattr(config, "alignment_heads", None), getattr(config, "return_token_timestamps", False)
-    alone = config.num_beams in (None, 1) and config.num_return_sequences in (None, 1)
-    if not (notes.plain and words and heads and alone):
+    if not (notes.plain and words and heads):
         return hook.stock(*args, **kwargs)
     before = config.output_attentions
     notes.heads, config.output_attentions = heads, False

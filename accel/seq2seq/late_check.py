@@ -14,11 +14,11 @@ from accel.libraries.generation import AS_IMPORTED, BEAMS, PREPARE, STEPS, Whisp
 from accel.llm.generation.loop.choice import PURE, RandomState
 from accel.llm.generation.loop.token_loop import AT_ONCE, BY_TOKENS
 from accel.patching.structure import foreign_hooks
-from accel.seq2seq.processors import Suppressed, TimestampRule
+from accel.seq2seq.processors import FirstRow, Suppressed, TimestampRule
 
 RESULT = ("sequences", "beam_scores", "beam_indices", "is_sent_finished")  # of beams, as one step hands them on
 # They may be called once more than by stock.
-HARMLESS = (*PURE, Suppressed, TimestampRule, NoRepeatNGramLogitsProcessor, WhisperNoSpeechDetection)
+HARMLESS = (*PURE, FirstRow, Suppressed, TimestampRule, NoRepeatNGramLogitsProcessor, WhisperNoSpeechDetection)
 
 
 class Told(NamedTuple):

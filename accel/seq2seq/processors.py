@@ -60,6 +60,17 @@ class TimestampRule(WhisperTimeStampLogitsProcessor):
         )
 
 
+class FirstRow(LogitsProcessor):
+    """Changes nothing, and notes the tokens of the first row at each step."""
+
+    def __init__(self) -> None:
+        self.seen: list[torch.Tensor] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.seen.append(input_ids[0].clone())
+        return scores
+
+
 def quicker(processors: Iterable[LogitsProcessor]) -> LogitsProcessorList:
     """The same, of which those that are known are ours."""
     found = LogitsProcessorList()

@@ -98,7 +98,10 @@ CALLS = {
     "long, prompt": TIMED | LONG | BEFORE | ONCE,
     "long, temperatures": AGAIN | LONG | ONCE | {"condition_on_prev_tokens": True, "no_speech_threshold": 0.6},
     "words, by stock": ENGLISH_TEXT | WORDS | MASKED | ONCE | {"return_dict_in_generate": True},
-    "words of beams, by stock": ENGLISH_TEXT | WORDS | MASKED | {"num_beams": 2},
+    "words of beams": ENGLISH_TEXT | WORDS | MASKED | {"num_beams": 3},
+    "words of beams after a prompt": TIMED | WORDS | BEFORE | MASKED | {"num_beams": 2},
+    "long, words of beams": TIMED | LONG | WORDS | {"num_beams": 2},
+    "words of beams, again": AGAIN | WORDS | {"num_beams": 2},
 }
 
 
@@ -174,7 +177,7 @@ def test_processors_give_the_same_scores():
             assert torch.equal(scores, before)
 
 
-@pytest.mark.parametrize(("kind", "beams"), [(True, {}), ("word", {"num_beams": 1})])  # five are the pipeline's own
+@pytest.mark.parametrize(("kind", "beams"), [(True, {"num_beams": 1}), ("word", {})])  # five are the pipeline's own
 def test_the_pipeline_gives_what_stock_gives(kind, beams, models, monkeypatch):
     control = ["<|endoftext|>", "<|startoftranscript|>", "<|en|>", "<|de|>", "<|translate|>", "<|transcribe|>"]
     control += ["<|startofprev|>", "<|nospeech|>", "<|notimestamps|>", *(f"<|{0.02 * n:.2f}|>" for n in range(27))]
