@@ -64,8 +64,8 @@ CLAMPED = Gating("silu", 1.702, 1.5, 1.0)
 
 @random_cases
 def _case(rand, tokens, experts, chosen, hidden, inner, gating=None, *, transposed=False, interleaved=False, bias=False,
-          quantized=None):  # fmt: skip
-    """quantized: what `quantize_weight` takes besides a weight, "mxfp4", or None."""
+          quantized=None, placed=False):  # fmt: skip
+    """quantized: what `quantize_weight` takes besides a weight, "mxfp4", or None. placed: as `places` say."""
 
     def stack(outputs, inputs):
         if quantized is not None:
@@ -81,6 +81,8 @@ def _case(rand, tokens, experts, chosen, hidden, inner, gating=None, *, transpos
     wide = inner * (1 + gating.gated)
     biases = (rand(experts, wide), rand(experts, hidden)) if bias else (None, None)
     weights = ExpertWeights(stack(wide, hidden), stack(hidden, inner), gating, interleaved, *biases)
+    if placed:
+        weights = weights._replace(places=weights.in_stacks().to(index.device))
     return (rand(tokens, hidden), index, shares, weights), {}
 
 
@@ -121,6 +123,11 @@ CASES = (
     _case("grouped-int4-rows", 17, 3, 1, 72, 40, interleaved=True, small=True, quantized=(torch.int32,)),
     _case("grouped-fp8", 17, 4, 2, 72, 40, small=True, **FP8),
     _case("grouped-mxfp4", 17, 3, 1, 160, 32, small=True, **MXFP4),
+    _case("placed", 2, 4, 2, 72, 40, transposed=True, bias=True, small=True, placed=True),
+    _case("placed-rows", 2, 4, 2, 72, 40, small=True, placed=True),
+    _case("placed-int4", 2, 4, 2, 96, 64, small=True, placed=True, quantized=(torch.int32, 32, True)),
+    _case("placed-mxfp4", 1, 3, 1, 160, 32, small=True, placed=True, **MXFP4),
+    _case("grouped-placed-int4", 18, 20, 1, 96, 64, small=True, placed=True, **INT4),
     _case("grouped-64", 300, 8, 2, 512, 384),
     _case("grouped-128", 1000, 8, 2, 384, 520),
     _case("grouped-64-gpt-oss", 300, 8, 2, 520, 360, **GPT_OSS),

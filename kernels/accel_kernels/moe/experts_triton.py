@@ -17,6 +17,7 @@ from accel_kernels.moe.gemv_triton import expert_down_kernel, expert_up_kernel
 from accel_kernels.moe.grouped_triton import group_kernel, grouped_down_kernel, grouped_up_kernel, shared_sum_kernel
 from accel_kernels.moe.rows_triton import expert_rows_down_kernel, mixture_up_kernel
 from accel_kernels.moe.tiles import DEQUANTIZED, GEMV, TILES, Tile
+from accel_kernels.moe.weights import PLACES
 from accel_kernels.sizes import cdiv, power_of_two
 from accel_kernels.warmup import launch, warming_up
 
@@ -34,9 +35,9 @@ UNSTAGED = 40960  # bytes of shared memory that quantized products in float32 ta
 def experts(x, index, shares, weights, *, tile=None):
     """Same arguments and result as the reference. tile: a name of TILES or DEQUANTIZED, GEMV, a Tile, or None."""
     if warming_up():  # what other numbers of tokens will take
-        for name in TILES:
+        for name in TILES if weights.places is None else list(TILES)[:1]:
             _grouped(x, index, shares, weights, TILES[name])
-        if isinstance(weights.down, Quantized):
+        if isinstance(weights.down, Quantized) and weights.places is None:
             written = _dequantized(_first_expert(weights), x.dtype)
             for name in DEQUANTIZED.values():
                 _grouped(x, index, shares, written, TILES[name])
@@ -54,7 +55,7 @@ def _dequantized(weights, dtype):
     """Experts in fewer bits as stacks in dtype."""
     shapes = (weights.wide, weights.hidden), (weights.hidden, weights.inner)
     stacks = [dequantize.triton(one, dtype).view(-1, *shape) for one, shape in zip(weights[:2], shapes, strict=True)]
-    return weights._replace(gate_up=stacks[0], down=stacks[1])
+    return weights._replace(gate_up=stacks[0], down=stacks[1], places=None)
 
 
 def _first_expert(weights):
@@ -70,7 +71,7 @@ def _one_by_one(x, index, shares, weights, columns=None):
     shape = _shape(weights.gate_up, up_by_rows, pairs, columns, 1 + weights.gating.gated)
     launch(
         expert_up_kernel, (cdiv(inner, shape["BLOCK_N"]), pairs), x, index, packed(weights.gate_up),
-        weights.gate_up_bias, h, chosen, many, inner,
+        weights.gate_up_bias, weights.places, h, chosen, many, inner,
         **_numbers(weights.gate_up), **_gating(weights), TRANSPOSED=not up_by_rows, **shape, **pdl,
     )  # fmt: skip
     if down_by_rows and not isinstance(weights.down, Quantized):
@@ -79,7 +80,7 @@ def _one_by_one(x, index, shares, weights, columns=None):
     shape = _shape(weights.down, down_by_rows, pairs, columns, 1)
     launch(
         expert_down_kernel, (cdiv(hidden, shape["BLOCK_N"]), pairs), h, index, packed(weights.down),
-        weights.down_bias, given, many, hidden, **_numbers(weights.down), **shape, **pdl,
+        weights.down_bias, _second(weights), given, many, hidden, **_numbers(weights.down), **shape, **pdl,
     )  # fmt: skip
     return _summed(given, x, index, shares, many)
 
@@ -104,7 +105,7 @@ def _summed_by_rows(y, h, index, shares, weights, shared=None, x=None, residual=
     down, share = (None, None) if shared is None else (shared.down, shared.share)
     launch(
         expert_rows_down_kernel, (cdiv(hidden, OUTPUTS), tokens), h, index, shares, weights.down, weights.down_bias,
-        down, share, x, residual, y, weights.experts, hidden, float(scale), K=inner, CHOSEN=chosen,
+        _second(weights), down, share, x, residual, y, weights.experts, hidden, float(scale), K=inner, CHOSEN=chosen,
         SHARED=0 if down is None else down.shape[1] // inner, BLOCK_N=OUTPUTS, BLOCK_K=block,
         BLOCK_H=power_of_two(hidden), num_warps=2 if block * h.itemsize == ALONG else WARPS, **programmatic(h.device),
     )  # fmt: skip
@@ -154,13 +155,13 @@ def _grouped(x, index, shares, weights, tile: Tile):
     common = {"ROWS": tile.rows, "TAIL": tail, "DEPTH": depth, "UPCAST": upcast(x.dtype), **pdl}
     common["UNPACK_MODE"] = unpack_mode(x.dtype)
     launch(
-        grouped_up_kernel, grids[0], x, packed(weights.gate_up), weights.gate_up_bias, *groups, h, chosen, inner,
-        **_numbers(weights.gate_up), **_gating(weights), **common,
+        grouped_up_kernel, grids[0], x, packed(weights.gate_up), weights.gate_up_bias, weights.places, *groups, h,
+        chosen, inner, **_numbers(weights.gate_up), **_gating(weights), **common,
         TRANSPOSED=not by_rows[0], COLUMNS=tile.inner, num_warps=tile.warps, num_stages=stages[0],
     )  # fmt: skip
     launch(
-        grouped_down_kernel, grids[1], h, packed(weights.down), weights.down_bias, *groups, given, hidden,
-        **_numbers(weights.down), **common,
+        grouped_down_kernel, grids[1], h, packed(weights.down), weights.down_bias, _second(weights), *groups, given,
+        hidden, **_numbers(weights.down), **common,
         TRANSPOSED=not by_rows[1], COLUMNS=tile.outputs, num_warps=tile.warps, num_stages=stages[1],
     )  # fmt: skip
     return _summed(given, x, index, shares, many)
@@ -170,6 +171,11 @@ def _sorted_by(pairs: int) -> list[tuple[int, int, bool]]:
     """Pairs at a time and warps of `group_kernel`, and whether that is all; in a warmup for any number of pairs."""
     every, last = [(*way, True) for way in SORTED], (*SORTED[-1], False)
     return [*every, last] if warming_up() else [next((way for way in every if pairs <= way[0]), last)]
+
+
+def _second(weights) -> torch.Tensor | None:
+    """The places of the second stack, each behind those of the first."""
+    return None if weights.places is None else weights.places[:, PLACES // 2 :]
 
 
 def _gating(weights) -> dict:

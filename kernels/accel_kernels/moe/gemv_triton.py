@@ -10,7 +10,8 @@ On who may start early, see `grouped_triton.py`. UNIT, GROUPS: see `quantized_pr
 import triton
 import triton.language as tl
 
-from accel_kernels.moe.gating_triton import apply_gating, gate_and_up_rows
+from accel_kernels.gemm.quantized_weight import PackedWeight
+from accel_kernels.moe.gating_triton import apply_gating, gate_and_up_rows, placed_weight
 from accel_kernels.moe.mxfp4_triton import mxfp4_sums
 from accel_kernels.moe.quantized_products_triton import quantized_dot, scaled, shifted
 from accel_kernels.moe.rows_triton import expert_of
@@ -18,7 +19,7 @@ from accel_kernels.moe.rows_triton import expert_of
 
 @triton.jit(do_not_specialize=("chosen", "experts"))
 def expert_up_kernel(
-    x_ptr, index_ptr, weight, bias_ptr, h_ptr, chosen, experts, inner,
+    x_ptr, index_ptr, weight, bias_ptr, places_ptr, h_ptr, chosen, experts, inner,
     K: tl.constexpr, UNIT: tl.constexpr, GROUPS: tl.constexpr, GATING: tl.constexpr, INTERLEAVED: tl.constexpr,
     TRANSPOSED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, UNPACK_MODE: tl.constexpr,
     PDL: tl.constexpr,
@@ -34,6 +35,14 @@ def expert_up_kernel(
     k_idx = tl.arange(0, BLOCK_K)
     x_ptr += (choice // chosen) * K
     PRODUCTS: tl.constexpr = 2 if GATING.gated else 1
+    if places_ptr is not None:
+        words, scales, zeros = placed_weight(weight, places_ptr, expert)
+        weight = PackedWeight(
+            words, None if weight.scales is None else scales, None if weight.zeros is None else zeros
+        )
+        if bias_ptr is not None:
+            bias_ptr += expert * PRODUCTS * inner
+        expert *= 0
     if TRANSPOSED:
         w_ptr = weight.words + expert * PRODUCTS * inner * K
         if bias_ptr is not None:
@@ -126,7 +135,7 @@ def sum_across(x_ptr, place, n_mask, k_idx, outputs, PRODUCTS: tl.constexpr, K: 
 
 @triton.jit(do_not_specialize=("experts",))
 def expert_down_kernel(
-    h_ptr, index_ptr, weight, bias_ptr, y_ptr, experts, hidden,
+    h_ptr, index_ptr, weight, bias_ptr, places_ptr, y_ptr, experts, hidden,
     K: tl.constexpr, UNIT: tl.constexpr, GROUPS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     UNPACK_MODE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -137,6 +146,14 @@ def expert_down_kernel(
     k_idx = tl.arange(0, BLOCK_K)
     expert, _ = expert_of(index_ptr, choice, experts)
     h_ptr += choice * K
+    if places_ptr is not None:
+        words, scales, zeros = placed_weight(weight, places_ptr, expert)
+        weight = PackedWeight(
+            words, None if weight.scales is None else scales, None if weight.zeros is None else zeros
+        )
+        if bias_ptr is not None:
+            bias_ptr += expert * hidden
+        expert *= 0
     if weight.scales is None:
         w_ptr = weight.words + expert * K * hidden
         y = sum_across(h_ptr, w_ptr + n_idx[None, :], n_mask, k_idx, hidden, 1, K, PDL)

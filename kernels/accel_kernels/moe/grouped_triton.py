@@ -14,7 +14,8 @@ launches pairs // ROWS + experts tiles; one without pairs has expert -1 in `tile
 import triton
 import triton.language as tl
 
-from accel_kernels.moe.gating_triton import apply_gating, gate_and_up_rows
+from accel_kernels.gemm.quantized_weight import PackedWeight
+from accel_kernels.moe.gating_triton import apply_gating, gate_and_up_rows, placed_weight
 from accel_kernels.moe.quantized_products_triton import quantized_sums, scaled, shifted
 
 
@@ -62,7 +63,7 @@ def group_kernel(
 
 @triton.jit(do_not_specialize=("chosen",))
 def grouped_up_kernel(
-    x_ptr, weight, bias_ptr, order_ptr, starts_ptr, tiles_ptr, h_ptr, chosen, inner,
+    x_ptr, weight, bias_ptr, places_ptr, order_ptr, starts_ptr, tiles_ptr, h_ptr, chosen, inner,
     K: tl.constexpr, UNIT: tl.constexpr, GROUPS: tl.constexpr, GATING: tl.constexpr, INTERLEAVED: tl.constexpr,
     TRANSPOSED: tl.constexpr, ROWS: tl.constexpr, TAIL: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
     UPCAST: tl.constexpr, UNPACK_MODE: tl.constexpr, PDL: tl.constexpr,
@@ -77,7 +78,7 @@ def grouped_up_kernel(
     if expert < 0:
         return
     first, end = places_of_tile(tile, expert, starts_ptr, ROWS)
-    given = x_ptr, weight, bias_ptr, order_ptr, h_ptr, chosen, inner, expert, first, end
+    given = x_ptr, weight, bias_ptr, places_ptr, order_ptr, h_ptr, chosen, inner, expert, first, end
     if TAIL > 0 and end - first <= TAIL:
         up_rows(*given, K, UNIT, GROUPS, GATING, INTERLEAVED, TRANSPOSED, TAIL, COLUMNS, DEPTH, UPCAST, UNPACK_MODE)
     else:
@@ -86,7 +87,7 @@ def grouped_up_kernel(
 
 @triton.jit
 def up_rows(
-    x_ptr, weight, bias_ptr, order_ptr, h_ptr, chosen, inner, expert, first, end,
+    x_ptr, weight, bias_ptr, places_ptr, order_ptr, h_ptr, chosen, inner, expert, first, end,
     K: tl.constexpr, UNIT: tl.constexpr, GROUPS: tl.constexpr, GATING: tl.constexpr, INTERLEAVED: tl.constexpr,
     TRANSPOSED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, UPCAST: tl.constexpr,
     UNPACK_MODE: tl.constexpr,
@@ -99,8 +100,16 @@ def up_rows(
     n_mask = n_idx < inner
     k_idx = tl.arange(0, DEPTH)
     expert = expert.to(tl.int64)
-    w_ptr = weight.words
     PRODUCTS: tl.constexpr = 2 if GATING.gated else 1
+    if places_ptr is not None:
+        words, scales, zeros = placed_weight(weight, places_ptr, expert)
+        weight = PackedWeight(
+            words, None if weight.scales is None else scales, None if weight.zeros is None else zeros
+        )
+        if bias_ptr is not None:
+            bias_ptr += expert * PRODUCTS * inner
+        expert *= 0
+    w_ptr = weight.words
     x_place = x_ptr + token.to(tl.int64)[:, None] * K + k_idx[None, :]
     if weight.scales is not None:
         gate_row, up_row = gate_and_up_rows(expert, n_idx, inner, INTERLEAVED, PRODUCTS)
@@ -165,7 +174,7 @@ def up_rows(
 
 @triton.jit
 def grouped_down_kernel(
-    h_ptr, weight, bias_ptr, order_ptr, starts_ptr, tiles_ptr, y_ptr, hidden,
+    h_ptr, weight, bias_ptr, places_ptr, order_ptr, starts_ptr, tiles_ptr, y_ptr, hidden,
     K: tl.constexpr, UNIT: tl.constexpr, GROUPS: tl.constexpr, TRANSPOSED: tl.constexpr, ROWS: tl.constexpr,
     TAIL: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, UPCAST: tl.constexpr, UNPACK_MODE: tl.constexpr,
     PDL: tl.constexpr,
@@ -178,7 +187,7 @@ def grouped_down_kernel(
             tl.extra.cuda.gdc_wait()
         return
     first, end = places_of_tile(tile, expert, starts_ptr, ROWS)
-    given = h_ptr, weight, bias_ptr, order_ptr, y_ptr, hidden, expert, first, end
+    given = h_ptr, weight, bias_ptr, places_ptr, order_ptr, y_ptr, hidden, expert, first, end
     if TAIL > 0 and end - first <= TAIL:
         down_rows(*given, K, UNIT, GROUPS, TRANSPOSED, TAIL, COLUMNS, DEPTH, UPCAST, UNPACK_MODE, PDL)
     else:
@@ -187,7 +196,7 @@ def grouped_down_kernel(
 
 @triton.jit
 def down_rows(
-    h_ptr, weight, bias_ptr, order_ptr, y_ptr, hidden, expert, first, end,
+    h_ptr, weight, bias_ptr, places_ptr, order_ptr, y_ptr, hidden, expert, first, end,
     K: tl.constexpr, UNIT: tl.constexpr, GROUPS: tl.constexpr, TRANSPOSED: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, DEPTH: tl.constexpr, UPCAST: tl.constexpr, UNPACK_MODE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -198,6 +207,14 @@ def down_rows(
     n_mask = n_idx < hidden
     k_idx = tl.arange(0, DEPTH)
     expert = expert.to(tl.int64)
+    if places_ptr is not None:
+        words, scales, zeros = placed_weight(weight, places_ptr, expert)
+        weight = PackedWeight(
+            words, None if weight.scales is None else scales, None if weight.zeros is None else zeros
+        )
+        if bias_ptr is not None:
+            bias_ptr += expert * hidden
+        expert *= 0
     w_row = expert * hidden + tl.minimum(n_idx, hidden - 1)
     h_row = h_ptr + row_idx.to(tl.int64) * K
     h_place = h_ptr + row_idx.to(tl.int64)[:, None] * K + k_idx[None, :]

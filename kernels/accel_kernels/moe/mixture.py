@@ -53,6 +53,8 @@ def supports(x, index, shares, weights, shared, residual, scale=1.0) -> str | No
     stacks = (weights.gate_up, weights.down, *given)
     if not all(type(one) in (torch.Tensor, torch.nn.Parameter) and one.dtype == x.dtype for one in stacks):
         return "experts that are quantized, or of another dtype"
+    if weights.places is not None:
+        return "experts outside of their stacks"
     if not weights.gating.gated or weights.by_rows != (True, True) or weights.down_bias is not None:
         return "experts without gates, with biases, or stored transposed"
     wide, hidden = shared.down.shape[1], weights.hidden

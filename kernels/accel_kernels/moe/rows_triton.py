@@ -7,7 +7,7 @@ Those come first: their weights are loaded before it is known what was chosen. O
 import triton
 import triton.language as tl
 
-from accel_kernels.moe.gating_triton import apply_gating, gate_and_up_rows
+from accel_kernels.moe.gating_triton import COLUMNS, apply_gating, gate_and_up_rows, placed
 
 
 @triton.jit
@@ -72,7 +72,7 @@ def both_sums(x_ptr, gate_place, up_place, g, u, k_idx, K: tl.constexpr):
 
 @triton.jit
 def weight_of_step(
-    w_ptr, shared_ptr, index_ptr, n_row, k_idx, experts, hidden,
+    w_ptr, places_ptr, shared_ptr, index_ptr, n_row, k_idx, experts, hidden,
     K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCKS: tl.constexpr, SHARED: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """Of an expert and a block of inputs, counted by STEP; zeros where there is no expert of that number."""
@@ -81,15 +81,18 @@ def weight_of_step(
         place = n_row.to(tl.int64)[:, None] * (SHARED * K) + (STEP // BLOCKS * K + at)[None, :]
         return tl.load(shared_ptr + place, mask=(at < K)[None, :], other=0.0)
     expert, there = expert_of(index_ptr, STEP // BLOCKS - SHARED, experts)
+    if places_ptr is not None:
+        w_ptr += placed(w_ptr, places_ptr + expert * COLUMNS)
+        expert *= 0
     place = (expert * hidden + n_row)[:, None] * K + at[None, :]
     return tl.load(w_ptr + place, mask=(at < tl.where(there, K, 0))[None, :], other=0.0)
 
 
 @triton.jit(do_not_specialize=("experts",))
 def expert_rows_down_kernel(
-    h_ptr, index_ptr, shares_ptr, w_ptr, bias_ptr, shared_ptr, share_ptr, x_ptr, residual_ptr, y_ptr, experts, hidden,
-    scale, K: tl.constexpr, CHOSEN: tl.constexpr, SHARED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_H: tl.constexpr, PDL: tl.constexpr,
+    h_ptr, index_ptr, shares_ptr, w_ptr, bias_ptr, places_ptr, shared_ptr, share_ptr, x_ptr, residual_ptr, y_ptr,
+    experts, hidden, scale, K: tl.constexpr, CHOSEN: tl.constexpr, SHARED: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_H: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Shared experts and a token's choices one after another, unrolled: the weights of two steps are loaded ahead.
 
@@ -104,7 +107,7 @@ def expert_rows_down_kernel(
     index_ptr += token * CHOSEN
     shares_ptr += token * CHOSEN
     h_ptr += token * (SHARED + CHOSEN) * K
-    common = w_ptr, shared_ptr, index_ptr, n_row, k_idx, experts, hidden
+    common = w_ptr, places_ptr, shared_ptr, index_ptr, n_row, k_idx, experts, hidden
     w = weight_of_step(*common, K, BLOCK_K, BLOCKS, SHARED, 0)
     next_w = weight_of_step(*common, K, BLOCK_K, BLOCKS, SHARED, min(1, STEPS - 1))
     shared_share = 1.0

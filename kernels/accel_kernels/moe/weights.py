@@ -8,6 +8,9 @@ from accel_kernels.device import float8_reason
 from accel_kernels.gemm.quantized_weight import Quantized
 from accel_kernels.norm.norm import ACTIVATIONS
 
+PLACE_BYTES = 16  # to which what `places` points at is aligned, and in which it counts
+PLACES = 6  # numbers, scales and zeros of both stacks
+
 
 class Gating(NamedTuple):
     """(up + shift) * act(gate), where gate is at most `limit`, and up between -limit and limit, if there is one.
@@ -46,6 +49,10 @@ class ExpertWeights(NamedTuple):
     gates. down: (E, H, I). Both contiguous, or transposed views of what is: of stacks that are stored as (E, inputs,
     outputs). Or both `Quantized`, the rows of all experts behind each other: (E 2 I, H) and (E H, I). gate_up_bias:
     (E, 2 I) in the same order; down_bias: (E, H); both or none.
+
+    places: (E, PLACES) int64, where of each expert numbers, scales and zeros lie, of `gate_up`, then of `down`: so many
+    times PLACE_BYTES behind the beginning of the stack's tensor, be it in other memory that the device reads. What is
+    there equals what the stack holds. None where each lies in its stack.
     """
 
     gate_up: torch.Tensor | Quantized
@@ -54,6 +61,7 @@ class ExpertWeights(NamedTuple):
     interleaved: bool = False
     gate_up_bias: torch.Tensor | None = None
     down_bias: torch.Tensor | None = None
+    places: torch.Tensor | None = None
 
     @property
     def experts(self) -> int:
@@ -77,6 +85,19 @@ class ExpertWeights(NamedTuple):
         """Whether each of the stacks is stored by rows; else transposed."""
         up, down = (one.data if isinstance(one, Quantized) else one for one in (self.gate_up, self.down))
         return up.is_contiguous(), down.is_contiguous()
+
+    def parts(self) -> list[torch.Tensor | None]:
+        """The tensors that `places` has a column for."""
+        stacks = (one[:3] if isinstance(one, Quantized) else (one, None, None) for one in (self.gate_up, self.down))
+        return [part for stack in stacks for part in stack]
+
+    def steps(self) -> list[int]:
+        """Bytes of one expert in each of `parts`, 0 where there is none."""
+        return [0 if part is None else part.nbytes // self.experts for part in self.parts()]
+
+    def in_stacks(self) -> torch.Tensor:
+        """`places` of experts that lie in their stacks, on the CPU."""
+        return torch.arange(self.experts, device="cpu")[:, None] * torch.tensor(self.steps()) // PLACE_BYTES
 
     def matrices(self, expert: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Both matrices of one expert, (2 I, H) and (H, I); quantized ones in this dtype."""
@@ -109,6 +130,8 @@ class ExpertWeights(NamedTuple):
         for name, bias, outputs in (("gate_up", self.gate_up_bias, self.wide), ("down", self.down_bias, hidden)):
             if bias is not None and (bias.shape != (experts, outputs) or not bias.is_contiguous()):
                 return f"a bias of {name} of another shape, or not contiguous"
+        if self.places is not None and (self.places.shape != (experts, PLACES) or not self.places.is_contiguous()):
+            return "places of another shape, or not contiguous"
         return self.gating.reason()
 
 
