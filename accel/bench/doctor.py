@@ -62,7 +62,7 @@ def bandwidth(device: torch.device) -> float:
 
 
 def _most(device: torch.device) -> int:
-    return min(BYTES, torch.cuda.get_device_properties(device).total_memory // 16)
+    return min(BYTES, card(device).memory // 16)
 
 
 def bus_rates(device: torch.device) -> Iterator[tuple[str, float]]:

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 import torch
+from accel_kernels.device import card
 from torch import nn
 
 from accel.cuda_graphs.entry import CapturedGraph, Entry
@@ -86,7 +87,7 @@ class GraphPool:
     def limit_mb(self, device: torch.device) -> float:
         if self.limit_gb is not None:
             return self.limit_gb * 1024
-        return torch.cuda.get_device_properties(device).total_memory / 2**20 / 4
+        return card(device).memory / 2**20 / 4
 
     def used_mb(self, device: torch.device) -> float:
         """All that graphs on a device keep: intermediate memory, inputs, outputs, and the driver's of their nodes."""

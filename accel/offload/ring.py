@@ -1,11 +1,18 @@
 """Buffers on the card that the weights of blocks come to in turns, each to the same one at every call."""
 
 import torch
+from accel_kernels.device import card
 from torch.utils._python_dispatch import _disable_current_modes
 
 from accel.errors import logged
 
 NOT_IN_A_GRAPH = "weights beyond what could be pinned (host_memory) are copied by the CPU, which a graph does not"
+
+
+def repeated(nbytes: int, bus: float) -> list[int]:
+    """Bytes of copies that take as long as one of nbytes at that share of the bus's speed: it again, and a part."""
+    again, rest = divmod(int(nbytes / bus), nbytes) if nbytes else (0, 0)
+    return [nbytes] * again + [rest] * (rest > 0)
 
 
 class Staging:
@@ -48,6 +55,7 @@ class Ring:
         self.held: list[int | None] = [None] * len(buffers)  # the block whose bytes are there, or on their way
         self.begun = False
         self.stream = stream
+        self.bus = 1.0 if stream is None else card(stream.device).bus
         self.ready = [] if self.stream is None else [torch.cuda.Event() for _ in buffers]
         self.awaited = [True] * len(buffers)
         self.staging: Staging | None = None
@@ -102,9 +110,10 @@ class Ring:
                 return
             self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))  # which reads what was there
             with torch.cuda.stream(self.stream):
-                if self.staging is None or i in self.pinned:
-                    target.copy_(source, non_blocking=True)
-                else:
-                    self.staging.copy(target, source)
+                for part in repeated(source.nbytes, self.bus):
+                    if self.staging is None or i in self.pinned:
+                        target[:part].copy_(source[:part], non_blocking=True)
+                    else:
+                        self.staging.copy(target[:part], source[:part])
                 self.ready[slot].record()
         self.awaited[slot] = False

@@ -5,6 +5,7 @@ from typing import Any
 
 import psutil
 import torch
+from accel_kernels.device import card
 from torch import nn
 
 from accel.errors import Refused
@@ -36,7 +37,7 @@ def card_of(models: Iterable[nn.Module]) -> torch.device:
 
 def budget_of(options: Options, device: torch.device) -> Budget:
     """What the options allow on this device, where they say."""
-    whole = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
+    whole = card(device).memory
     ram = psutil.virtual_memory().total
     host = None if options.host_memory is None else bytes_of("host_memory", options.host_memory, ram)
     return Budget(bytes_of("memory", options.memory, whole), host)

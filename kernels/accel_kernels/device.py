@@ -1,12 +1,11 @@
 """What kernels and their launchers know of a GPU: one `Card`, of its size and features; and whether it is interpreted.
 
-ACCEL_CARD in the environment puts another in its place: a compute capability, such as 8.9, leaves the GPU what that
-generation has; a file that `accel doctor` wrote makes choices as on the card that it is of.
+ACCEL_CARD in the environment puts another in its place, see `made_of`.
 """
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass, replace
@@ -16,6 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+VALID = (
+    "give a compute capability such as 8.9, or a file that `accel doctor` wrote, and after it, by commas, any of "
+    "processors=36, memory=12GB, bus=0.5 (a share of its speed), none more than there is"
+)
+SETTINGS: dict[str, Callable[[str], Any]] = {
+    "processors": int, "memory": lambda text: int(1e9 * float(text.removesuffix("GB"))), "bus": float,
+}  # fmt: skip
 
 
 class Feature(Enum):
@@ -46,7 +53,7 @@ class Card:
     """A GPU. compute: its capability. shared_memory: bytes of it that one program may have. memory, l2: bytes.
 
     bandwidth, rate: bytes of memory and floating point operations of 16-bit products a second, as `accel doctor`
-    measures them; 0 where nobody did.
+    measures them; 0 where nobody did. bus: share of the speed at which weights that stream come to the card.
     """
 
     name: str
@@ -57,6 +64,7 @@ class Card:
     l2: int = 0
     bandwidth: float = 0.0
     rate: float = 0.0
+    bus: float = 1.0
 
     @cached_property
     def features(self) -> frozenset[Feature]:
@@ -103,9 +111,34 @@ def read_card(file: Path) -> Card:
         raise ValueError(f"{file} has no card: {error}") from None
 
 
+def made_of(found: Card, wanted: str) -> Card:
+    """What ACCEL_CARD, as `wanted`, leaves of a card: what a generation has, or all as in a file of `accel doctor`;
+    and smaller, see VALID. Raises ValueError for what is neither.
+    """
+    first, *settings = wanted.split(",")
+    try:
+        if "=" in first:
+            settings.insert(0, first)
+        elif (compute := first.partition("."))[0].isdigit() and compute[2].isdigit():
+            found = found.limited((int(compute[0]), int(compute[2])))
+        else:
+            found = read_card(Path(first))
+        for setting in settings:
+            name, _, value = setting.partition("=")
+            number = SETTINGS[name](value)
+            if not 0 < number <= getattr(found, name):
+                raise ValueError(f"{setting} of {getattr(found, name)}")
+            found = replace(found, **{name: number})
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"ACCEL_CARD={wanted!r}: {error}; {VALID}") from None
+    return found
+
+
 @lru_cache(maxsize=16)
 def present_card(device: torch.device) -> Card:
-    """The GPU that is there, or what ACCEL_CARD makes of it."""
+    """The GPU that is there, or what ACCEL_CARD makes of it; torch then allocates no more than that has. Raises
+    ValueError, see `made_of`.
+    """
     given = torch.cuda.get_device_properties(device)
     room = given.shared_memory_per_block_optin  # type: ignore[attr-defined]
     compute = (given.major, given.minor)
@@ -113,16 +146,22 @@ def present_card(device: torch.device) -> Card:
     wanted = os.environ.get("ACCEL_CARD")
     if not wanted:
         return found
-    major, dot, minor = wanted.partition(".")
-    if dot and major.isdigit() and minor.isdigit():
-        os.environ.setdefault("TRITON_OVERRIDE_ARCH", f"sm{major}{minor}")  # its products too are that generation's
-        return found.limited((int(major), int(minor)))
-    return read_card(Path(wanted))
+    known = made_of(found, wanted)
+    if known.compute < compute:  # its products too are that generation's
+        os.environ.setdefault("TRITON_OVERRIDE_ARCH", "sm{}{}".format(*known.compute))
+    if known.memory < found.memory:
+        torch.cuda.set_per_process_memory_fraction(known.memory / found.memory, device.index)
+    return known
 
 
 def card(device: torch.device) -> Card:
     """What is known of a device; of a CPU, Triton's interpreter."""
     return INTERPRETER if device.type != "cuda" else _REPLAYED.get() or present_card(device)
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes of a CUDA device that torch may still take."""
+    return min(torch.cuda.mem_get_info(device)[0], card(device).memory - torch.cuda.memory_reserved(device))
 
 
 def multiprocessors(device: torch.device) -> int:

@@ -6,7 +6,18 @@ import json
 import pytest
 import torch
 from accel_kernels import OPS, rms_norm
-from accel_kernels.device import Card, Feature, card, has, lacks, present_card, read_card, replayed
+from accel_kernels.device import (
+    Card,
+    Feature,
+    card,
+    has,
+    lacks,
+    made_of,
+    multiprocessors,
+    present_card,
+    read_card,
+    replayed,
+)
 
 from accel.bench import doctor
 from support.command_line import run_command
@@ -62,10 +73,31 @@ def test_the_environment_limits_the_card(monkeypatch, tmp_path):
         present_card.cache_clear()
         found = present_card(GPU)
         assert (found.compute, found.shared_memory, found.processors) == (compute, room * 1024, 132)
-    monkeypatch.setenv("ACCEL_CARD", str(written(tmp_path / "card.json", CARDS[0])))
+    allowed = []
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *given: allowed.append(given))
+    file = written(tmp_path / "card.json", CARDS[0])
+    small = dataclasses.replace(CARDS[0], processors=28, memory=6 * 10**9, bus=0.5)
+    for wanted, known in ((f"{file}", CARDS[0]), (f"{file},processors=28,memory=6GB,bus=0.5", small)):
+        monkeypatch.setenv("ACCEL_CARD", wanted)
+        present_card.cache_clear()
+        assert present_card(GPU) == known and allowed.pop() == (known.memory / 10**11, 0)
+    monkeypatch.setenv("ACCEL_CARD", "processors=36")
     present_card.cache_clear()
-    assert present_card(GPU) == CARDS[0]
+    assert (multiprocessors(GPU), card(GPU).compute) == (36, (9, 0)) and not allowed
     present_card.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("wanted", "told"),
+    [
+        ("absent.json", "absent.json"), ("8", "'8'"), ("8.9,processors=200", "processors=200 of 30"), ("bus=x", "'x'"),
+        ("8.9,cores=3", "'cores'"), ("memory=0", "memory=0 of 8000000000"), ("bus=nan", "bus=nan of 1.0"),
+    ],
+)  # fmt: skip
+def test_what_is_no_card_is_told(wanted, told):
+    with pytest.raises(ValueError, match="ACCEL_CARD='") as raised:
+        made_of(CARDS[0], wanted)
+    assert wanted in str(raised.value) and told in str(raised.value) and "processors=36" in str(raised.value)
 
 
 def test_kernels_beside_their_references(monkeypatch):

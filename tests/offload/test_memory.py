@@ -24,7 +24,7 @@ from accel.offload.budget import WeightSizes, predicted_seconds, streamed_blocks
 from accel.offload.call_hooks import streamed_model as streamed
 from accel.offload.memory import HostBuffer
 from accel.offload.placed_model import PlacedModel
-from accel.offload.ring import Ring
+from accel.offload.ring import Ring, repeated
 from accel.options import bytes_of
 from accel.planning import memory
 from support.objects.emulated_card import THERE, Addresses
@@ -263,6 +263,11 @@ def test_as_few_blocks_stream_as_must_and_evenly():
         assert not gaps or max(gaps) - min(gaps) <= 1
     assert predicted_seconds(sizes, (), 100, 4, 10) == 10
     assert predicted_seconds(sizes, tuple(range(12)), 0, 4, 10) == 12
+
+
+def test_a_slower_bus_copies_again():
+    assert [repeated(10, bus) for bus in (1.0, 0.5, 0.4, 0.3)] == [[10], [10] * 2, [10, 10, 5], [10, 10, 10, 3]]
+    assert repeated(0, 0.5) == []
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2, 3, 4), (3, 0, 0, 4, 1), (2, 4), ()])

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from accel_kernels.device import free_memory
 from transformers import ContinuousBatchingConfig
 
 from accel.libraries.batching import page_size
@@ -125,8 +126,7 @@ def free_bytes(device: torch.device) -> int:
     """Bytes that can be allocated there: those of the device that are free, and those that torch holds unused."""
     if device.type != "cuda":
         return CPU_BYTES
-    free, _ = torch.cuda.mem_get_info(device)
-    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return free_memory(device) + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 def limits_of(forward: DecoderForward, config: ContinuousBatchingConfig, hints: Any = None) -> Limits:
