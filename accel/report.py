@@ -11,6 +11,7 @@ from torch import nn
 from accel.libraries.versions import newer_than_tested
 from accel.parallel.sharded_layers import ranks_of
 from accel.patching.fast_forward import FastForward
+from accel.planning.memory import RULE as MEMORY
 from accel.planning.plan import Plan, Row
 from accel.planning.targets import stays_stock
 from accel.planning.whole_models import ON_CPU
@@ -203,6 +204,8 @@ def _reason(plan: Plan, row: Row) -> str:
     try:
         forward = vars(plan.root.get_submodule(row.path)).get("forward")
         if row.reason:
+            if row.rule == MEMORY and getattr(forward, "held", None) is not None:
+                return f"{row.reason}; {forward.held.told()}"
             kept = getattr(forward, "kept_bytes", 0)
             return f"{row.reason}; its keys and values keep {kept / 2**20:,.1f} MB" if kept else row.reason
         return own_forwards(forward.answered_layers()) if isinstance(forward, FastForward) else ""

@@ -1,7 +1,6 @@
 """`accel plan` and `accel bench memory`: what a model does within a budget of a GPU's memory, told and measured."""
 
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,6 +11,7 @@ from accel.commands.bench.each_model import measure_each
 from accel.commands.options import DEVICE_HELP, parse_device, user_errors
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
 IMAGE_TOKENS = 4608  # of 1024 x 1024 pixels and a prompt, in a diffusion transformer whose inputs are not known
@@ -94,22 +94,31 @@ def bench_memory(
     budgets: Annotated[str, typer.Option(help="with commas between them")] = "24GB,16GB,12GB,8GB",
     out: Annotated[Path, typer.Option(help="folder for the JSON file")] = Path("benchmarks/results"),
     device: Annotated[str | None, typer.Option(help=DEVICE_HELP)] = None,
+    weights: Annotated[str, typer.Option(help="of language models, as of accel.optimize")] = "int4",
 ) -> None:
-    """Time four calls of a model within budgets of memory, on the card as a whole, and by stock's group offload.
+    """Time a model within budgets of memory and on the card as a whole: four calls, by stock's group offload too; of a
+    language model a text of 128 tokens.
 
     Random weights; writes JSON. Ends with 1 where one fails.
     """
     from accel.bench import results
     from accel.bench.diffusion.streaming import measure_budgets
+    from accel.bench.llm.configs import CONFIGS
+    from accel.bench.llm.within_memory import measure_text
 
-    shown = results.new_table("", "model", "", "4 calls, s", "peak GB", "moved GB a call", "ready s", "error", left=2)
-    measure = partial(measure_budgets, budgets=budgets.split(","))
+    columns = "4 calls, s", "tok/s", "peak GB", "moved GB a call", "ready s", "error", "experts there", "of those read"
+    shown = results.new_table("", "model", "", *columns, left=2)
+
+    def measure(name: str, place: "torch.device") -> dict:
+        if name in CONFIGS:
+            return measure_text(name, place, budgets.split(","), weights)
+        return measure_budgets(name, place, budgets.split(","))
 
     def told(row: dict) -> Iterator[tuple[str, ...]]:
         for key, one in row["memory"].items():
-            numbers = (one["s"], "{:.3f}"), (one["peak_gb"], "{:.2f}")
-            more = (one.get("streamed_gb"), "{:.2f}"), (one.get("ready_s"), "{:.1f}"), (one.get("error"), "{:.1e}")
-            yield key, *(results.cell(*pair) for pair in (*numbers, *more))
+            numbers = ("s", "{:.3f}"), ("tokens_s", "{:.1f}"), ("peak_gb", "{:.2f}"), ("streamed_gb", "{:.2f}")
+            more = ("ready_s", "{:.1f}"), ("error", "{:.1e}"), ("experts", "{}"), ("read_there", "{:.0%}")
+            yield key, *(results.cell(one.get(name), form) for name, form in (*numbers, *more))
 
     place = parse_device(device)
     about = "calls within a budget of the GPU's memory, beside the model on it as a whole"

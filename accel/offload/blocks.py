@@ -17,13 +17,35 @@ SHARE = 16  # a block is at most this part of its model, where it consists of bl
 def streaming_blocks(model: nn.Module) -> dict[str, nn.Module]:
     """The modules in lists that are called, by path, in the order they are registered.
 
-    Weights of modules whose work a fast forward does without calling them stay where it finds them.
+    Weights of modules whose work a fast forward does without calling them stay where it finds them. Where most weights
+    are experts', these alone.
     """
+    if experts := stacked_experts(model):
+        return experts
     forwards = [holder.get(name) for module in model.modules() for holder, name in forward_slots(module)]
     forwards += [getattr(forward, "inner", None) for forward in forwards]
     fast = [forward for forward in forwards if isinstance(forward, FastForward)]
     read = {id(part) for forward in fast for part in chain(*forward.parts()) if part is not forward.module}
     return dict(_blocks(model, "", read, nbytes(model) / SHARE))
+
+
+def stacked_experts(model: nn.Module) -> dict[str, nn.Module]:
+    """By path, the modules that hold most weights of the model: experts that are alike in all, and read one by one."""
+    found = {path: (module, experts_in(module)) for path, module in model.named_modules()}
+    stacks = {path: module for path, (module, (experts, _)) in found.items() if experts}
+    alike = len({found[path][1] for path in stacks}) == 1
+    return stacks if alike and 2 * sum(map(nbytes, stacks.values())) > nbytes(model) else {}
+
+
+def experts_in(module: nn.Module) -> tuple[int, tuple[int, ...]]:
+    """How many experts a module holds in stacks, and bytes of one in each of them; (0, ()) for others."""
+    forward = vars(module).get("forward")
+    if isinstance(forward, FastForward):
+        weights = forward.readable() if hasattr(forward, "readable") else None
+        return (0, ()) if weights is None else (weights.experts, tuple(weights.steps()))
+    stacks = [one for one in module._parameters.values() if one is not None and one.is_meta and one.dim() == 3]
+    alike = len(stacks) == 2 and stacks[0].shape[0] == stacks[1].shape[0]
+    return (stacks[0].shape[0], tuple(one.nbytes // len(one) for one in stacks)) if alike else (0, ())
 
 
 def _blocks(module: nn.Module, path: str, read: set[int], most: float) -> Iterator[tuple[str, nn.Module]]:
@@ -67,7 +89,8 @@ def sizes_of(model: nn.Module) -> WeightSizes:
     """As `StreamedModel` would have them, of a model on any device, meta too."""
     blocks = streamable(model, streaming_blocks(model)) if not _on_meta(model) else _on_paper(model)
     moved = tuple(sum(one.nbytes for one in tensors) for tensors in blocks)
-    return WeightSizes(nbytes(model) - sum(moved), moved)
+    experts = next((experts_in(one)[0] for one in stacked_experts(model).values()), 0)
+    return WeightSizes(nbytes(model) - sum(moved), moved, experts)
 
 
 def _on_paper(model: nn.Module) -> list[list[torch.Tensor]]:

@@ -22,10 +22,14 @@ class Budget:
 
 
 class WeightSizes(NamedTuple):
-    """Bytes of a model's weights. rest: what stays on the card in any case. blocks: the others, in the order called."""
+    """Bytes of a model's weights. rest: what stays on the card in any case. blocks: the others, in the order called.
+
+    experts: in each block, where blocks are stacks of experts, of which some stay on the card while all stream; else 0.
+    """
 
     rest: int
     blocks: tuple[int, ...]
+    experts: int = 0
 
     @property
     def total(self) -> int:
@@ -35,10 +39,15 @@ class WeightSizes(NamedTuple):
         """On the card while every block streams."""
         return self.on_card(tuple(range(len(self.blocks))))
 
-    def on_card(self, streamed: Sequence[int]) -> int:
-        """Bytes on the card while these blocks come through the ring."""
+    def on_card(self, streamed: Sequence[int], copies: int = 0) -> int:
+        """Bytes on the card while these blocks come through the ring. copies: of experts of each that are there too."""
         ring = min(BUFFERS, len(streamed)) * max((self.blocks[i] for i in streamed), default=0)
-        return self.total - self.moved(streamed) + ring
+        return self.total - self.moved(streamed) + ring + copies * self.moved(streamed) // max(1, self.experts)
+
+    def copies(self, streamed: Sequence[int], room: int) -> int:
+        """Of experts of each block, that fit in these bytes too."""
+        each = self.moved(streamed) // max(1, self.experts)
+        return max(0, min(self.experts, (room - self.on_card(streamed)) // each)) if self.experts and each else 0
 
     def moved(self, streamed: Sequence[int]) -> int:
         """Bytes that come to the card in each call."""
@@ -51,9 +60,11 @@ def evenly(count: int, number: int) -> tuple[int, ...]:
 
 
 def streamed_blocks(sizes: WeightSizes, room: int) -> tuple[int, ...]:
-    """The blocks that stream: as few as fit in these bytes. All of them where nothing fits."""
+    """The blocks that stream: as few as fit in these bytes. All of them where nothing fits, and of experts."""
     number = len(sizes.blocks)
-    fitting = (streamed for k in range(number) if sizes.on_card(streamed := evenly(k, number)) <= room)
+    fitting = (
+        streamed for k in range(1 if sizes.experts else number) if sizes.on_card(streamed := evenly(k, number)) <= room
+    )
     return next(fitting, tuple(range(number)))
 
 

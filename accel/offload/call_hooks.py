@@ -4,9 +4,12 @@ from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import Any
 
+import torch
 from torch import nn
 
 from accel.patching.structure import CallersHook
+
+BESIDE = ("mask", "position", "past", "cache")  # arguments that say nothing about how much is computed
 
 
 class BlockHook(CallersHook):
@@ -76,3 +79,12 @@ def whole_runs(module: nn.Module, forward: Callable) -> Callable:
         return result
 
     return run
+
+
+def elements(given: Any) -> int:
+    """Of the tensors in the arguments of a call, but for masks, positions and caches, which grow from call to call."""
+    if isinstance(given, torch.Tensor):
+        return given.numel()
+    if type(given) is dict:
+        return sum(elements(one) for name, one in given.items() if not any(word in str(name) for word in BESIDE))
+    return sum(map(elements, given)) if type(given) in (list, tuple) else 0

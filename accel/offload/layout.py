@@ -92,9 +92,9 @@ def become(tensor: torch.Tensor, view: torch.Tensor) -> None:
 
 
 def weights_in(model: nn.Module) -> list[torch.Tensor]:
-    """Its parameters and buffers, each once."""
+    """Its parameters and buffers that have numbers, each once."""
     found = (one for m in model.modules() for one in (*m._parameters.values(), *m._buffers.values()))
-    return list({id(tensor): tensor for tensor in found if tensor is not None}.values())
+    return list({id(tensor): tensor for tensor in found if tensor is not None and tensor.numel()}.values())
 
 
 def unmovable(tensors: list[torch.Tensor], device: torch.device = CPU) -> str | None:

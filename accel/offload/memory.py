@@ -15,6 +15,7 @@ import torch
 from accel.errors import logged
 
 DEVICE, PINNED, READ_WRITE = 1, 1, 3  # of the driver's enumerations of locations, allocations, access
+PORTABLE, MAPPED = 1, 2  # of its flags of pinned memory: for every device, and readable by kernels
 OUT_OF_MEMORY = 2
 PAGE, LARGE_PAGE = 4096, 2**21  # bytes
 HUGE_PAGES = 14  # MADV_HUGEPAGE
@@ -96,10 +97,28 @@ class Addresses:
             return Mapping(self)
 
 
-class Mapping:
+class DeviceBytes:
+    """Bytes that the device reads and writes at these addresses. `holds` lives as long as a tensor over them."""
+
+    def __init__(self, device: torch.device, start: int, nbytes: int, holds: object = None):
+        self.device, self.start, self.nbytes, self.holds = device, start, nbytes, holds
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        data = (self.start, False)
+        return {"shape": (self.nbytes,), "typestr": "|u1", "data": data, "strides": None, "version": 2}
+
+    def tensor(self) -> torch.Tensor:
+        """All of them. The tensor, and every view of it, keeps the memory."""
+        with torch.cuda.device(self.device), torch.inference_mode(False):
+            return torch.as_tensor(self, device=self.device)
+
+
+class Mapping(DeviceBytes):
     """The memory behind a range of addresses. It stays for as long as a tensor over it does, whoever holds that."""
 
     def __init__(self, addresses: Addresses):
+        super().__init__(addresses.device, addresses.start, addresses.nbytes)
         self.addresses = addresses
         handle = ctypes.c_uint64()
         where, length = address(addresses.start), size(addresses.nbytes)
@@ -119,16 +138,6 @@ class Mapping:
     def _unmap(self) -> None:
         torch.cuda.synchronize(self.addresses.device)  # what still reads it
         call("cuMemUnmap", address(self.addresses.start), size(self.addresses.nbytes))
-
-    @property
-    def __cuda_array_interface__(self) -> dict[str, Any]:
-        data = (self.addresses.start, False)
-        return {"shape": (self.addresses.nbytes,), "typestr": "|u1", "data": data, "strides": None, "version": 2}
-
-    def tensor(self) -> torch.Tensor:
-        """All of its bytes. The tensor, and every view of it, keeps the memory."""
-        with torch.cuda.device(self.addresses.device), torch.inference_mode(False):
-            return torch.as_tensor(self, device=self.addresses.device)
 
 
 class HostBuffer:
@@ -150,10 +159,20 @@ class HostBuffer:
             if empty:
                 self.bytes[:nbytes:PAGE].zero_()  # by many threads; the driver would touch page after page
             runtime: Any = torch.cuda.cudart()
-            self.pinned = int(runtime.cudaHostRegister(self.bytes.data_ptr(), nbytes, 0)) == 0
+            self.pinned = int(runtime.cudaHostRegister(self.bytes.data_ptr(), nbytes, PORTABLE | MAPPED)) == 0
             self.pinned_bytes = nbytes * self.pinned
             if not self.pinned:  # the next launch of torch's would find the error and raise it
                 _quietly(lambda: torch.empty(1, device="cuda").fill_(1))
+
+    def on_device(self, device: torch.device) -> torch.Tensor:
+        """What is pinned, as the device reads it over the bus, or on a CPU all."""
+        if device.type == "cpu":
+            return self.bytes
+        start = ctypes.c_uint64()
+        where = ctypes.c_void_p(self.bytes.data_ptr())
+        torch.cuda.synchronize(device)  # makes its context the current one of this thread
+        call("cuMemHostGetDevicePointer_v2", ctypes.byref(start), where, ctypes.c_uint(0))
+        return DeviceBytes(device, start.value, self.pinned_bytes, self).tensor()
 
     def __del__(self) -> None:
         if getattr(self, "pinned", False):

@@ -24,7 +24,8 @@ class PlacedWeights:
     def __init__(self, path: str, layout: Layout, host: HostBuffer | None = None, start: int = 0):
         self.path, self.layout, self.placement = path, layout, WeightPlacement.HOST
         self.host = HostBuffer(layout.nbytes) if host is None else host
-        self.end, self.bytes = start + layout.nbytes, self.host.bytes[start : start + layout.nbytes]
+        self.start, self.end = start, start + layout.nbytes
+        self.bytes = self.host.bytes[start : start + layout.nbytes]
         self.places: dict[WeightPlacement, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         layout.pack(self.bytes)
         self.put(WeightPlacement.HOST, self.bytes)
@@ -37,6 +38,11 @@ class PlacedWeights:
     def pinned(self) -> bool:
         """Whether a GPU copies it by itself."""
         return self.end <= self.host.pinned_bytes
+
+    def on_device(self, device: torch.device) -> torch.Tensor | None:
+        """Its bytes as kernels read them where they are; None where they cannot."""
+        there = device.type == "cpu" or self.pinned
+        return self.host.on_device(device)[self.start : self.end] if there else None
 
     def intact(self, present: set[int]) -> bool:
         """Whether all its weights are among these, by id, and on the CPU where they were put."""
@@ -67,5 +73,5 @@ class PlacedWeights:
                         host.copy_(view)
         if WeightPlacement.CARD in self.places:
             self.go(WeightPlacement.HOST, WeightPlacement.CARD)
-            del self.places[WeightPlacement.CARD]
+        self.places = {WeightPlacement.HOST: self.places[WeightPlacement.HOST]}
         self.placement = WeightPlacement.HOST

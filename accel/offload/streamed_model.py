@@ -4,23 +4,24 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from accel_kernels.capture import stream_of_its_own
 from torch import nn
 
 from accel.errors import Refused
-from accel.offload.blocks import pieces
+from accel.offload.blocks import experts_in, pieces
 from accel.offload.budget import BUFFERS, Budget, WeightSizes, check_fits, room_for_weights, streamed_blocks
-from accel.offload.call_hooks import hook_blocks, hook_model, unhook
+from accel.offload.call_hooks import elements, hook_blocks, hook_model, unhook
+from accel.offload.hot_experts import HotExperts, stacks_in
 from accel.offload.layout import CPU, Layout, unmovable, weights_in
 from accel.offload.memory import PAGE, HostBuffer
 from accel.offload.piece import PlacedWeights, WeightPlacement
 from accel.offload.placed_model import ROW, PlacedModel, sums
 from accel.offload.ring import Ring
+from accel.patching.fast_forward import FastForward
 
-BESIDE = ("mask", "position", "past", "cache")  # arguments that say nothing about how much is computed
 GRAIN = 8 * ROW  # bytes of which sums are taken
 
 
@@ -60,6 +61,10 @@ class StreamedModel(PlacedModel):
         self.streamed: tuple[int, ...] | None = None  # numbers of blocks, by `order`, as they are placed now
         self.numbers: dict[str, tuple[int, PlacedWeights]] = {}  # of those in the ring, by path
         self.ring: Ring | None = None
+        self.stacks: dict[str, FastForward] = {}  # by path, where blocks are experts: what reads these
+        self.copies = 0  # of experts of each block, that are on the card too
+        self.hot: HotExperts | None = None
+        self.heat: torch.Tensor | None = None  # of experts, while they are placed anew
         self.arena: torch.Tensor | None = None  # on the GPU
         self.measured = Measured(0, 0)
         self.measuring: tuple[int, int] | None = None  # size of the present call, bytes allocated before
@@ -107,6 +112,8 @@ class StreamedModel(PlacedModel):
         """
         present = set(map(id, tensors))
         kept = [piece for piece in self.pieces if piece.intact(present)]
+        if self.stacks and any(piece.path for piece in self.pieces if piece not in kept):
+            kept = []  # whose tensors lie side by side
         known = {id(slot.tensor) for piece in kept for slot in piece.layout.slots}
         if kept and known == present:
             return
@@ -124,6 +131,7 @@ class StreamedModel(PlacedModel):
         self.pieces = [*kept, *made]
         self.streamed, self.measured = None, Measured(0, 0)
         blocks = [piece.path for piece in self.pieces if piece.path]
+        self.stacks, self.heat = stacks_in(self.model, self.pieces), None
         self.order = list(dict.fromkeys([*(path for path in self.order if path in blocks), *blocks]))
 
     def _laid_anew(self, kept: list[PlacedWeights], tensors: list[torch.Tensor]) -> list[tuple[str, Layout]]:
@@ -141,7 +149,8 @@ class StreamedModel(PlacedModel):
     def sizes(self) -> WeightSizes:
         found = {piece.path: piece.nbytes for piece in self.pieces if piece.path}
         rest = sum(piece.nbytes for piece in self.pieces if not piece.path)
-        return WeightSizes(rest, tuple(found[path] for path in self.order))
+        experts = max((experts_in(forward.module)[0] for forward in self.stacks.values()), default=0)
+        return WeightSizes(rest, tuple(found[path] for path in self.order), experts)
 
     def room(self) -> int:
         """Bytes for weights, beside what a call of the present size needs."""
@@ -152,21 +161,22 @@ class StreamedModel(PlacedModel):
         self.outside = self._allocated()
         unknown = self.size > self.measured.size or not self.measured.size
         if self.streamed is not None and not unknown and not self.due and self.on_card <= self.room():
-            streamed = self.streamed  # its addresses, and the graphs that know them, stay
+            streamed, copies = self.streamed, self.copies  # its addresses, and the graphs that know them, stay
         elif unknown and 2 * self.sizes.total > self.budget.card - self.outside:
             check_fits(self.sizes, self.budget, type(self.model).__name__)
-            streamed = tuple(range(len(self.order)))
+            streamed, copies = tuple(range(len(self.order))), 0
         else:
             streamed = streamed_blocks(self.sizes, self.room())
+            copies = self.sizes.copies(streamed, self.room())
         self.due = False
-        if self.arena is None or streamed != self.streamed:
+        if self.arena is None or (streamed, copies) != (self.streamed, self.copies):
             self.bring_back()
-            self._bring(streamed)
+            self._bring(streamed, copies)
 
-    def _bring(self, streamed: tuple[int, ...]) -> None:
-        if streamed != self.streamed:
+    def _bring(self, streamed: tuple[int, ...], copies: int) -> None:
+        if (streamed, copies) != (self.streamed, self.copies):
             self.addresses = None
-        self.streamed, self.on_card = streamed, self.sizes.on_card(streamed)
+        self.streamed, self.copies, self.on_card = streamed, copies, self.sizes.on_card(streamed, copies)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         arena = self.arena = self._mapped(self.on_card + GRAIN)
@@ -184,7 +194,7 @@ class StreamedModel(PlacedModel):
         self.kept = -(-at // GRAIN) * GRAIN
         self.sums = sums(arena[: self.kept])
         self._make_ring(streamed, arena[self.kept :])
-        hook_blocks(self, self.order if streamed else ())
+        hook_blocks(self, self.order if streamed and not self.stacks else ())
         if arena.is_cuda:
             torch.cuda.current_stream(arena.device).synchronize()
 
@@ -203,6 +213,9 @@ class StreamedModel(PlacedModel):
         for number, piece in enumerate(blocks):
             piece.put(WeightPlacement.CARD, buffers[number % count][: piece.nbytes])
             self.numbers[piece.path] = number, piece
+        if self.stacks:
+            memory, stacks = memory[count * largest :], [self.stacks[piece.path] for piece in blocks]
+            self.hot = HotExperts(blocks, stacks, self.device, self.ring, memory, self.copies, self.heat)
 
     def bring_back(self) -> None:
         """What stayed on the GPU is on the CPU again, with what was changed there; the memory is given back."""
@@ -210,6 +223,8 @@ class StreamedModel(PlacedModel):
             return
         if self.done is not None:
             self.done.synchronize()
+        if self.hot is not None:
+            self.heat, self.hot = self.hot.let_go(), None
         changed = not all(map(torch.equal, self.sums, sums(self.arena[: self.kept])))
         for piece in self.pieces:
             piece.bring_back(changed)
@@ -246,6 +261,8 @@ class StreamedModel(PlacedModel):
                 piece.go(WeightPlacement.CARD, WeightPlacement.HOST)
         if self.done is not None:
             torch.cuda.current_stream(self.device).wait_event(self.done)
+        if self.hot is not None:
+            self.hot.begin_call()
         self.start_run()
         if self.size > self.measured.size:
             if self.device.type == "cuda":
@@ -325,12 +342,3 @@ class StreamedModel(PlacedModel):
             (piece.path, piece.placement.value, f"{piece.nbytes / 1e6:,.1f} MB{'' if piece.pinned else slow}")
             for piece in self.pieces
         ]
-
-
-def elements(given: Any) -> int:
-    """Of the tensors in the arguments of a call, but for masks, positions and caches, which grow from call to call."""
-    if isinstance(given, torch.Tensor):
-        return given.numel()
-    if type(given) is dict:
-        return sum(elements(one) for name, one in given.items() if not any(word in str(name) for word in BESIDE))
-    return sum(map(elements, given)) if type(given) in (list, tuple) else 0

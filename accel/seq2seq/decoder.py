@@ -307,7 +307,7 @@ class Seq2SeqForward(FastForward):
         rows, room, cross = holding.rows, holding.room(OWN), holding.room(CROSS)
         holding.place.length = Length(start.reshape(1), 1, room - 1)
         dtype, fused = holding.kept[OWN].dtype, self._ready(room)
-        # The model reads of what the encoder gave, and of masks if layers are fused, the shape alone, or the trial failed.
+        # Of what the encoder gave, and of masks if layers are fused, the model reads the shape, or the trial failed.
         nothing = torch.full((1, 1, 1, 1), torch.nan, dtype=dtype, device=tokens.device).expand(rows, -1, -1, -1)
         own, hidden = (nothing.expand(-1, -1, -1, size) for size in (room, cross))
         if not fused:

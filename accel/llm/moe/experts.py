@@ -4,6 +4,7 @@ How a module of stacked experts computes is found by trying the formulas that fi
 """
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import permutations, product
@@ -11,7 +12,7 @@ from typing import Any
 
 import torch
 from accel_kernels import SharedExpert
-from accel_kernels.moe.weights import ExpertWeights, Gating
+from accel_kernels.moe.weights import PLACE_BYTES, ExpertWeights, Gating
 from torch import nn
 
 from accel.llm.parts.activation import activation_name
@@ -133,6 +134,15 @@ class ExpertsForward(FastForward):
         if sharding is not None:
             self.around = vars(module)["forward"]
 
+    def renew(self) -> None:
+        self.held: Any = None  # a `LayerExperts` where they lie within a budget of memory
+
+    def readable(self) -> ExpertWeights | None:
+        """The weights, if kernels read each expert by itself, wherever it lies."""
+        weights = self._weights()
+        aligned = all(step % PLACE_BYTES == 0 for step in weights.steps())
+        return weights if aligned and self.sharding is None and not self.formula.idle else None
+
     def unfit(self, *args: Any, **kwargs: Any) -> str | None:
         given = self._given(args, kwargs)
         if not all(type(one) is torch.Tensor for one in given):
@@ -166,8 +176,9 @@ class ExpertsForward(FastForward):
         sharding = self.sharding
         if sharding is not None and sharding.first:
             index = index - sharding.first
-        weights = self._weights()
-        y = self.kernels.experts(x.contiguous(), index.contiguous(), shares.contiguous(), weights)
+        with nullcontext() if self.held is None else self.held.reading(index) as places:
+            weights = self._weights()._replace(places=places)
+            y = self.kernels.experts(x.contiguous(), index.contiguous(), shares.contiguous(), weights)
         if self.formula.idle:
             y = torch.addcmul(y, x, (shares * (index >= weights.experts)).sum(-1, keepdim=True).to(x.dtype))
         return y if sharding is None else sharding.ranks.reduce(y)
@@ -184,6 +195,8 @@ class ExpertsForward(FastForward):
         does it. given: tokens, choices and shares of a call that this forward takes.
         """
         weights = self._weights()
+        if self.held is not None:
+            return None
         arguments = (*(one.contiguous() for one in given), weights, shared, residual, scale)
         if self.sharding is not None or self.formula.idle or weights.gating != Gating(activation):
             return None

@@ -37,9 +37,7 @@ def expert_up_kernel(
     PRODUCTS: tl.constexpr = 2 if GATING.gated else 1
     if places_ptr is not None:
         words, scales, zeros = placed_weight(weight, places_ptr, expert)
-        weight = PackedWeight(
-            words, None if weight.scales is None else scales, None if weight.zeros is None else zeros
-        )
+        weight = PackedWeight(words, None if weight.scales is None else scales, None if weight.zeros is None else zeros)
         if bias_ptr is not None:
             bias_ptr += expert * PRODUCTS * inner
         expert *= 0
@@ -148,9 +146,7 @@ def expert_down_kernel(
     h_ptr += choice * K
     if places_ptr is not None:
         words, scales, zeros = placed_weight(weight, places_ptr, expert)
-        weight = PackedWeight(
-            words, None if weight.scales is None else scales, None if weight.zeros is None else zeros
-        )
+        weight = PackedWeight(words, None if weight.scales is None else scales, None if weight.zeros is None else zeros)
         if bias_ptr is not None:
             bias_ptr += expert * hidden
         expert *= 0

@@ -103,9 +103,7 @@ def up_rows(
     PRODUCTS: tl.constexpr = 2 if GATING.gated else 1
     if places_ptr is not None:
         words, scales, zeros = placed_weight(weight, places_ptr, expert)
-        weight = PackedWeight(
-            words, None if weight.scales is None else scales, None if weight.zeros is None else zeros
-        )
+        weight = PackedWeight(words, None if weight.scales is None else scales, None if weight.zeros is None else zeros)
         if bias_ptr is not None:
             bias_ptr += expert * PRODUCTS * inner
         expert *= 0
@@ -209,9 +207,7 @@ def down_rows(
     expert = expert.to(tl.int64)
     if places_ptr is not None:
         words, scales, zeros = placed_weight(weight, places_ptr, expert)
-        weight = PackedWeight(
-            words, None if weight.scales is None else scales, None if weight.zeros is None else zeros
-        )
+        weight = PackedWeight(words, None if weight.scales is None else scales, None if weight.zeros is None else zeros)
         if bias_ptr is not None:
             bias_ptr += expert * hidden
         expert *= 0

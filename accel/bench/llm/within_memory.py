@@ -1,0 +1,60 @@
+"""Tokens a second of a language model within budgets of memory, beside all of it on the card."""
+
+import time
+
+import torch
+
+import accel
+from accel.bench.llm.models import build, prompt
+from accel.bench.memory import device_bytes, device_peak, release
+from accel.bench.timing import synchronize
+from accel.offload.call_hooks import streamed_model
+
+PROMPT, TOKENS, WARM = 128, 128, 3  # of a text, that are timed, texts before
+
+
+def measure_text(name: str, device: torch.device, budgets: list[str], weights: str | None = "int4") -> dict:
+    """One row: tokens a second of one text, and seconds of its prompt, within each budget, and on the card.
+
+    error: 0 where its tokens are those that the optimized model on the card writes, else the share of others. Peaks
+    are of the whole device, above what it had in use before the model. Raises KeyError for an unknown name.
+    """
+    release(device)
+    before = device_bytes(device)
+    model = build(name, device, torch.bfloat16)
+    given = prompt(model, 1, PROMPT)
+    found: dict[str, dict] = {}
+    with torch.no_grad():
+        accel.optimize(model, weights=weights, keep_original=False)
+        found["accel, on the card"], wanted = _timed(model, given, device, before)
+        for budget in budgets:
+            started = time.perf_counter()
+            accel.optimize(model, weights=weights, keep_original=False, memory=budget)
+            ready = time.perf_counter() - started
+            row, got = _timed(model, given, device, before)
+            held = streamed_model(model)
+            assert held is not None
+            row |= {"ready_s": round(ready, 1), "streamed_gb": round(held.sizes.moved(held.streamed or ()) / 1e9, 2)}
+            row["error"] = float((got != wanted).float().mean())
+            if held.hot is not None:
+                row |= {"experts": held.copies, "read_there": held.hot.share()}
+            found[f"accel, {budget}"] = row
+    return {"name": name, "memory": found}
+
+
+def _timed(model: torch.nn.Module, given: dict, device: torch.device, before: int) -> tuple[dict, torch.Tensor]:
+    def run(tokens: int) -> tuple[torch.Tensor, float]:
+        synchronize(device)
+        started = time.perf_counter()
+        result = model.generate(**given, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False)
+        synchronize(device)
+        return result, time.perf_counter() - started
+
+    for _ in range(WARM):
+        run(TOKENS)
+    release(device)
+    with device_peak(device) as peak:
+        first = min(run(1)[1] for _ in range(2))
+        result, whole = run(1 + TOKENS)
+    row = {"tokens_s": round(TOKENS / (whole - first), 1), "prompt_s": round(first, 3)}
+    return row | {"peak_gb": round((peak[0] - before) / 1e9, 2)}, result

@@ -1,0 +1,202 @@
+"""Experts of a mixture in pinned memory, where kernels read those that a token chose; the hottest are on the card too.
+
+Every layer has equally many on the card. Which, follows from what routing chose so far: a prompt takes all experts
+through the ring, and leaves those on the card that it and what came before it chose most; between two of many steps one
+of each layer is exchanged. All of it is done by the GPU, in the order of its stream, in buffers that never move: the
+host waits for nothing, and CUDA graphs hold.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from accel_kernels.moe.weights import PLACE_BYTES
+from accel_kernels.warmup import warming_up
+from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from accel.offload.blocks import stacked_experts
+from accel.offload.piece import PlacedWeights, WeightPlacement
+from accel.offload.ring import Ring
+from accel.patching.fast_forward import FastForward
+
+DECAY = 0.5  # of what was counted before a prompt, and before an exchange
+EVERY = 32  # calls between two exchanges
+GAIN = 1.5  # how much hotter an expert is than the one that it replaces
+
+
+def stacks_in(model: nn.Module, pieces: list[PlacedWeights]) -> dict[str, FastForward]:
+    """By path what reads the experts of each piece, where all blocks consist of such, lying on the CPU; else none."""
+    modules, found = stacked_experts(model), {}
+    for piece in pieces:
+        if piece.path in modules:
+            forward = vars(modules[piece.path])["forward"]
+            parts = (one for one in forward.readable().parts() if one is not None)
+            starts = ((one.data_ptr() - piece.bytes.data_ptr(), one.nbytes) for one in parts)
+            if all(0 <= start <= piece.nbytes - length for start, length in starts):
+                found[piece.path] = forward
+    return found if len(found) == sum(bool(piece.path) for piece in pieces) else {}
+
+
+class HotExperts:
+    """Of all layers, whose experts are alike: so many, and of such sizes.
+
+    pieces, forwards: of each layer. memory: of the card, for `copies` experts of each layer. heat: (layers, experts),
+    from before.
+    """
+
+    def __init__(
+        self,
+        pieces: list[PlacedWeights],
+        forwards: list[FastForward],
+        device: torch.device,
+        ring: Ring,
+        memory: torch.Tensor,
+        copies: int,
+        heat: torch.Tensor | None,
+    ):
+        self.pieces, self.forwards, self.ring, self.copies = pieces, forwards, ring, copies
+        self.seen = [piece.on_device(device) for piece in pieces]  # None where kernels cannot read it
+        for number, piece in enumerate(pieces):
+            piece.put(WeightPlacement.RING, ring.buffers[number % len(ring.buffers)][: piece.nbytes])
+            if (seen := self.seen[number]) is not None:
+                piece.put(WeightPlacement.CARD, seen)
+        weights = [forward.readable() for forward in forwards]  # type: ignore[attr-defined]
+        self.experts, steps, layers = weights[0].experts, weights[0].steps(), len(pieces)
+        with torch.inference_mode(False):
+            self.home = weights[0].in_stacks().to(memory.device)
+            self.places = self.home.repeat(layers, 1, 1)
+            self.slots = torch.zeros(layers, copies, dtype=torch.int64, device=memory.device)  # which expert is there
+            self.everyone = torch.arange(self.experts, device=memory.device)
+            self.spots = self.everyone.repeat(layers, 1)  # e, of what is on the card e + experts: a column of `reads`
+            self.reads = torch.zeros(layers, 2 * self.experts, device=memory.device)
+            self.heat = torch.zeros(layers, self.experts, device=memory.device) if heat is None else heat
+            self.one = torch.ones(1, device=memory.device)
+            card = torch.zeros(layers, copies, len(steps), dtype=torch.int64)
+        self.stretches: list[list[tuple[int, int]]] = []  # of each layer: where each tensor begins, bytes of an expert
+        self.copied: list[list[torch.Tensor]] = []  # of each: those on the card
+        at = 0
+        for i, (one, piece, bytes_) in enumerate(zip(weights, pieces, self.seen, strict=True)):
+            self.stretches.append([])
+            self.copied.append([])
+            for column, (tensor, step) in enumerate(zip(one.parts(), steps, strict=True)):
+                if tensor is None:
+                    continue
+                start = tensor.data_ptr() - piece.bytes.data_ptr()
+                self.stretches[i].append((start, step))
+                copied = memory[at : at + copies * step]
+                self.copied[i].append(copied.view(torch.int64).view(copies, step // 8))
+                base = (bytes_ if bytes_ is not None else piece.bytes).data_ptr() + start
+                first = copied.data_ptr() - base
+                card[i, :, column] = (first + step * torch.arange(copies)).div(PLACE_BYTES, rounding_mode="floor")
+                at += copies * step
+        self.card = card.to(memory.device)
+        for i, forward in enumerate(forwards):
+            forward.held = LayerExperts(self, i)  # type: ignore[attr-defined]
+        with torch.inference_mode(False), torch.no_grad():
+            for i, bytes_ in enumerate(self.seen):
+                self.fill(i, pieces[i].bytes if bytes_ is None else bytes_)
+        self.calls = 0
+
+    def let_go(self) -> torch.Tensor:
+        """Nothing of the card is held any more. Returns the heat."""
+        for forward in self.forwards:
+            forward.held = None  # type: ignore[attr-defined]
+        return self._heat()
+
+    def few(self, i: int, index: torch.Tensor) -> bool:
+        """Whether kernels read these choices of layer i where they are: rather than all, fewer than there are."""
+        return self.seen[i] is not None and index.numel() <= self.experts
+
+    def note(self, i: int, index: torch.Tensor) -> None:
+        """These are read."""
+        flat = index.flatten()
+        self.reads[i].scatter_add_(0, self.spots[i][flat], self.one.expand(len(flat)))
+
+    def follow(self, i: int, index: torch.Tensor, source: torch.Tensor) -> None:
+        """A prompt chose these, and all experts of the layer are on the card now, as these bytes."""
+        flat = index.flatten()
+        self.heat[i].mul_(DECAY).scatter_add_(0, flat, self.one.expand(len(flat)))
+        self.fill(i, source)
+
+    def fill(self, i: int, source: torch.Tensor) -> None:
+        """The hottest of layer i are copied from these bytes of all."""
+        if not self.copies:
+            return
+        hot = self._heat()[i].topk(self.copies).indices
+        for (start, step), copied in zip(self.stretches[i], self.copied[i], strict=True):
+            every = source[start : start + self.experts * step].view(torch.int64).view(self.experts, -1)
+            if every.device == copied.device:
+                torch.index_select(every, 0, hot, out=copied)
+            else:  # bytes that the GPU cannot read by itself
+                copied.copy_(every[hot.cpu()])
+        self.slots[i].copy_(hot)
+        self.places[i].copy_(self.home).index_copy_(0, hot, self.card[i])
+        self.spots[i].copy_(self.everyone).index_copy_(0, hot, hot + self.experts)
+
+    def begin_call(self) -> None:
+        self.calls += 1
+        if self.copies and self.calls % EVERY == 0:
+            with torch.inference_mode(False), torch.no_grad():
+                self.exchange()
+
+    def exchange(self) -> None:
+        """In each layer the hottest expert that is not on the card takes the place of the coldest there, if it pays."""
+        heat, layers = self._heat(), torch.arange(len(self.pieces), device=self.heat.device)
+        best, new = heat.masked_fill(self.spots >= self.experts, -1).max(1)
+        least, slot = heat.gather(1, self.slots).min(1)
+        old = self.slots[layers, slot]
+        new = torch.where(best > GAIN * least + 1, new, old)
+        for i, seen in enumerate(self.seen):
+            for (start, step), copied in zip(self.stretches[i], self.copied[i], strict=True):
+                if seen is not None:
+                    every = seen[start : start + self.experts * step].view(torch.int64).view(self.experts, -1)
+                    copied.index_copy_(0, slot[i : i + 1], every.index_select(0, new[i : i + 1]))
+        self.places[layers, old], self.spots[layers, old] = self.home[old], old
+        self.places[layers, new], self.spots[layers, new] = self.card[layers, slot], new + self.experts
+        self.slots[layers, slot] = new
+        self.reads.mul_(DECAY)
+        self.heat.mul_(DECAY)
+
+    def _heat(self) -> torch.Tensor:
+        return self.heat + self.reads.unflatten(1, (2, -1)).sum(1)
+
+    def share(self) -> float | None:
+        """Of what tokens of few read since, that lay on the card; None before the first."""
+        off, on = self.reads.unflatten(1, (2, -1)).sum((0, 2)).tolist()
+        return on / (on + off) if on + off else None
+
+
+class LayerExperts:
+    """Of one layer, for the fast forward that reads them."""
+
+    def __init__(self, model: HotExperts, number: int):
+        self.model, self.number = model, number
+
+    def told(self) -> str:
+        """For the report."""
+        off, on = self.model.reads[self.number].view(2, -1).sum(1).tolist()
+        share = f", {on / (on + off):.0%} of those read lately" if on + off else ""
+        return f"{self.model.copies} of {self.model.experts} experts on the card{share}"
+
+    @contextmanager
+    def reading(self, index: torch.Tensor) -> Iterator[torch.Tensor | None]:
+        """Inside, the weights are where kernels may read those that were chosen: at the places given, if any."""
+        model, i, asleep = self.model, self.number, warming_up()
+        if model.few(i, index):
+            if not asleep:
+                with _disable_current_modes(), torch.no_grad():
+                    model.note(i, index)
+            yield model.places[i]
+            return
+        ring, piece = model.ring, model.pieces[i]
+        ring.take(i)
+        piece.go(WeightPlacement.RING)
+        try:
+            yield None
+            if not asleep:
+                with _disable_current_modes(), torch.no_grad():
+                    model.follow(i, index, ring.buffers[i % len(ring.buffers)])
+        finally:
+            piece.go(WeightPlacement.CARD)
+            ring.leave(i)
