@@ -204,8 +204,9 @@ def _reason(plan: Plan, row: Row) -> str:
     try:
         forward = vars(plan.root.get_submodule(row.path)).get("forward")
         if row.reason:
-            if row.rule == MEMORY and getattr(forward, "held", None) is not None:
-                return f"{row.reason}; {forward.held.told()}"
+            held: Any = getattr(forward, "held", None)
+            if row.rule == MEMORY and held is not None:
+                return f"{row.reason}; {held.told()}"
             kept = getattr(forward, "kept_bytes", 0)
             return f"{row.reason}; its keys and values keep {kept / 2**20:,.1f} MB" if kept else row.reason
         return own_forwards(forward.answered_layers()) if isinstance(forward, FastForward) else ""
