@@ -87,6 +87,6 @@ def own_attentions(model: Any, call: dict[str, Any]) -> dict[str, nn.Module]:
         raise NotUnderstood(f"could not be examined: {reason_of(error)}") from error
     if fused.left:
         raise NotUnderstood("some of its attentions are of another kind")
-    around = [[a for a, b in zip(*both, strict=False) if a is b] for both in fused.found]
+    around = [[a for a, b in zip(one.began, one.ended, strict=False) if a is b] for one in fused.seen]
     found = {one[-1] for one in around if one}
     return {path: one for path, one in model.named_modules() if one in found}

@@ -3,16 +3,17 @@ is known that a softmax, and then a product with values, is all they are for.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from accel.encoders.own_code import PRODUCTS, SOFTMAXES
 from accel.errors import Unfit
 
+PRODUCTS = {torch.matmul, torch.bmm, torch.Tensor.matmul, torch.Tensor.bmm, torch.Tensor.__matmul__, torch.einsum}
+SOFTMAXES = {torch.softmax, F.softmax, torch.Tensor.softmax}
 FACTS = {"shape", "dtype", "device", "ndim", "is_cuda", "requires_grad", "size", "dim", "numel", "__len__"}
 SUMS = {"add": 1, "iadd": 1, "radd": 1, "sub": -1, "isub": -1}
 VIEWS = {"view", "reshape", "unsqueeze", "squeeze", "flatten", "unflatten", "view_as"}
@@ -46,12 +47,18 @@ class WaitingScores(torch.Tensor):
     def of(shape: Any, dtype: torch.dtype, held: dict[str, Any]) -> "WaitingScores":
         make: Any = torch.Tensor._make_wrapper_subclass
         one = make(WaitingScores, shape, dtype=dtype, device=held["left"].device)
-        vars(one).update(held)
+        vars(one).update({"viewed": False} | held | {"made": None})
         return one
 
     def but(self, shape: Any = None, dtype: torch.dtype | None = None, **changed: Any) -> "WaitingScores":
         """It, with these instead."""
-        return self.of(self.shape if shape is None else shape, dtype or self.dtype, vars(self) | changed)
+        held = vars(self) | {"viewed": False} | changed
+        return self.of(self.shape if shape is None else shape, dtype or self.dtype, held)
+
+    def seen_as(self, shape: Any = None, dtype: torch.dtype | None = None) -> "WaitingScores":
+        """What may lie in the same memory."""
+        self.viewed = True
+        return self.but(shape, dtype, viewed=True)
 
     @property
     def base(self) -> torch.Size:
@@ -59,7 +66,7 @@ class WaitingScores(torch.Tensor):
 
     def computed(self) -> torch.Tensor:
         if self.made is None:
-            self.source.hold(self, False)
+            self.source.check(self)
             made = self.left @ self.right * self.scale
             for lead, term in self.terms:
                 made = made.reshape(*lead, *self.base[-2:]) + term
@@ -76,11 +83,11 @@ class WaitingScores(torch.Tensor):
         name, inplace = name.strip("_"), name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
         if name in ("add", "radd", "mul", "rmul") and len(args) == 2 and not isinstance(args[0], cls):
             args = args[::-1]
-        if func is torch.einsum and len(args) == 3:
+        if func in (torch.einsum, torch.where) and len(args) == 3:
             equation, one, *rest = args
         else:
             equation, (one, *rest) = "", args or (None,)
-        if isinstance(one, cls) and one.made is None:
+        if isinstance(one, cls) and (one.made is None or one.source.patient):
             found = one.waiting(func, name, rest, kwargs, equation)
             if found is not None and not inplace:
                 return found
@@ -89,6 +96,8 @@ class WaitingScores(torch.Tensor):
                     raise Unfit("scores are changed in place that are seen elsewhere")
                 vars(one).update(vars(found))
                 return one
+        if inplace and isinstance(one, cls):
+            one.source = FusedProducts()  # its numbers are more than waits
         if len(args) == 2 and isinstance(args[1], cls) and name in LIKE:
             return LIKE[name](*args)
         return func(*all_computed(args), **all_computed(kwargs))
@@ -97,32 +106,35 @@ class WaitingScores(torch.Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         return func(*all_computed(args), **all_computed(kwargs or {}))
 
-    def waiting(self, func: Any, name: str, args: list, kwargs: dict, equation: str) -> Any:
-        """What a function of it and these gives; None where that takes its numbers."""
+    def waiting(self, func: Any, name: str, args: list, kwargs: dict, first: Any) -> Any:
+        """What a function of it and these gives; None where that takes its numbers. first: what came before it."""
+        if func is torch.where:
+            return self.hidden(~first, *args) if isinstance(first, torch.Tensor) else None
         if func is F.dropout:
             given = {"p": 0.5, "training": True} | dict(zip(("p", "training"), args, strict=False)) | kwargs
             return None if given["p"] and given["training"] else self
         if func in PRODUCTS:
-            return self.attended(args[0], equation) if self.shares and len(args) == 1 else None
+            return self.attended(args[0], first) if self.shares and len(args) == 1 else None
         if func in SOFTMAXES:
             dim = args[0] if args else kwargs.get("dim")
             fits = not self.shares and dim in (-1, self.dim() - 1) and self.shape[-1] == self.base[-1]
             return self.but(dtype=kwargs.get("dtype"), shares=True) if fits else None
         if name in VIEWS:
-            self.viewed = True
-            return self.but(func(torch.empty(self.shape, device="meta"), *args, **kwargs).shape)
+            return self.seen_as(func(torch.empty(self.shape, device="meta"), *args, **kwargs).shape)
         if name in ("contiguous", "clone"):
-            return self.but()
+            return self.seen_as()
         if name in CASTS:
             like = args[0] if args else kwargs.get("dtype", CASTS.get(name))
             dtype = like.dtype if isinstance(like, torch.Tensor) and like.device == self.device else like
             if not isinstance(dtype, torch.dtype) or len(args) + len(kwargs) > 1:
                 return None
-            return self.but(dtype=dtype) if torch.promote_types(dtype, self.left.dtype) == dtype else None
-        if self.shares or kwargs:
+            return self.seen_as(dtype=dtype) if torch.promote_types(dtype, self.left.dtype) == dtype else None
+        if kwargs or (self.shares and not self.source.patient):
             return None
         if name == "masked_fill" and len(args) == 2:
             return self.hidden(*args)
+        if self.shares:
+            return None
         if len(args) != 1:
             return None
         if name in ("mul", "imul", "rmul"):
@@ -146,7 +158,11 @@ class WaitingScores(torch.Tensor):
 
     def hidden(self, mask: Any, value: Any) -> "WaitingScores | None":
         """With a value in the place of those that a mask shows, which is so low that it may as well be added."""
-        low = isinstance(value, float) and value < torch.finfo(self.dtype).min / 2
+        if self.source.patient:
+            value = float(value)
+            if not bool(mask.any()):
+                return self.but()
+        low = isinstance(value, float) and value < torch.finfo(self.dtype).min / 2 and not self.shares
         if not low or not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool:
             return None
         return self.plus(torch.zeros_like(mask, dtype=self.dtype).masked_fill(mask, value))
@@ -174,19 +190,23 @@ class WaitingScores(torch.Tensor):
             return None
         if not self.left.dtype == self.right.dtype == value.dtype == self.dtype:
             return None
-        self.source.hold(self, True)
         group = max((one for one, term in self.terms if term.shape[:-2].numel() > 1), key=len, default=lead)
-        mask: Any = sum(_regrouped(term, one, group) for one, term in self.terms) if self.terms else None
+        mask = self.added(group)
         if mask is not None:
             mask = mask.clamp(min=torch.finfo(value.dtype).min) if mask.dtype != value.dtype else mask
-            mask = mask.to(value.dtype).expand(*mask.shape[:-2], *base[-2:])
             if len(group) > 2 and mask.shape[:-2].numel() > 1:
                 mask = mask.expand(mask.shape[0], *group[1:], *base[-2:])
-        given = (self.left, self.right.transpose(-1, -2), value)
-        q, k, v = (_four(t.reshape(*group, *t.shape[-2:])) for t in given)
-        mask = None if mask is None else _four(mask)
+            mask = _four(mask.to(value.dtype))
+        q, k, v = (_four(t.reshape(*group, *t.shape[-2:])) for t in (self.left, self.right.mT, value))
         y = F.scaled_dot_product_attention(q, k, v, mask, scale=self.scale).reshape(*lead, base[-2], -1)
+        self.source.note(self, value, y)
         return y if back is None else y.permute(back)
+
+    def added(self, group: torch.Size) -> torch.Tensor | None:
+        """What is added to scores of (*group, L, K), perhaps to be broadcast to these; None for nothing."""
+        terms = [_regrouped(term, one, group) for one, term in self.terms]
+        total = sum(terms[1:], terms[0]) if terms else None
+        return None if total is None else total.expand(*total.shape[:-2], *self.base[-2:])
 
 
 def all_computed(given: Any) -> Any:
@@ -235,32 +255,46 @@ def as_product(equation: str, left: torch.Tensor, right: torch.Tensor) -> tuple[
     return [a.index(one) for one in orders[0]], [b.index(one) for one in orders[1]], [order.index(one) for one in made]
 
 
+class Seen(NamedTuple):
+    """An attention: where it began and ended, its shares and values, and what it gave; None for one of PyTorch's."""
+
+    began: Any
+    ended: Any
+    scores: Any = None
+    value: Any = None
+    output: Any = None
+
+
 class FusedProducts(TorchFunctionMode):
-    """Inside, products may wait. place: gives the modules whose forwards run, outermost first, where that is noted;
-    then `found` has those of the beginning and the end of each attention, and `others` what softmaxes of numbers gave,
-    of which `left` were multiplied.
+    """Inside, products may wait. place: tells where a model is, where attentions are noted; then `seen` has them, and
+    `others` what softmaxes of numbers gave, of which `left` were multiplied.
     """
 
-    def __init__(self, place: Callable[[], tuple] | None = None):
+    patient = False  # products wait on where their numbers have been looked at
+    seen: list[Seen]
+    others: list[torch.Tensor]
+    left: int
+
+    def __init__(self, place: Callable[[], Any] | None = None):
         super().__init__()
-        self.place, self.found = place, list[tuple[tuple, tuple]]()
-        self.others, self.left = list[torch.Tensor](), 0
+        self.place = place
+        self.forget()
+
+    def forget(self) -> None:
+        self.seen, self.others, self.left = [], [], 0
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         if func is F.multi_head_attention_forward and kwargs.get("need_weights"):
-            if self.place is not None:
-                self.found.append((self.place(), self.place()))
+            self.seen += [] if self.place is None else [Seen(self.place(), self.place())]
             return func(*args, **kwargs | {"need_weights": False})
         if func in PRODUCTS and not kwargs and not any(isinstance(one, WaitingScores) for one in args):
-            if func is not torch.einsum and len(args) == 2:
-                return self.begun(*args) if self.fits(*args) else func(*args)
-            if func is torch.einsum and len(args) == 3:
-                order = as_product(*args)
-                if order is not None and order[2] == sorted(order[2]):
-                    pair = [one.permute(way) for one, way in zip(args[1:], order, strict=False)]
-                    if self.fits(*pair):
-                        return self.begun(*pair)
+            pair: Any = args if func is not torch.einsum else None
+            if func is torch.einsum and len(args) == 3 and (order := as_product(*args)) is not None:
+                pair = [one.permute(way) for one, way in zip(args[1:], order[:2], strict=True)]
+                pair = pair if order[2] == sorted(order[2]) else None
+            if pair is not None and self.fits(*pair):
+                return self.begun(*pair)
         made = func(*args, **kwargs)
         if self.place is not None and func in SOFTMAXES and not isinstance(made, WaitingScores):
             self.others.append(made)
@@ -273,19 +307,23 @@ class FusedProducts(TorchFunctionMode):
         return same and left.is_floating_point() and left.shape[-1] == right.shape[-2]
 
     def begun(self, left: torch.Tensor, right: torch.Tensor) -> WaitingScores:
-        held = {"left": left, "right": right, "scale": 1.0, "terms": (), "shares": False, "made": None}
+        held = {"left": left, "right": right, "scale": 1.0, "terms": (), "shares": False}
         if self.place is not None:
             held["began"] = self.place(), (left, right), (left._version, right._version)
             self.left += any(left.data_ptr() == one.data_ptr() for one in self.others)
         shape = *left.shape[:-1], right.shape[-1]
-        return WaitingScores.of(shape, left.dtype, held | {"viewed": False, "source": self})
+        return WaitingScores.of(shape, left.dtype, held | {"source": self})
 
-    def hold(self, scores: WaitingScores, fused: bool) -> None:
-        """Notes that they are computed, or an attention made of them. Raises Unfit where their factors have changed."""
+    def check(self, scores: WaitingScores) -> Any:
+        """Where they began, if that is noted. Raises Unfit where what is multiplied has changed since."""
         if self.place is None:
-            return
+            return None
         place, factors, versions = vars(scores)["began"]
         if any(one._version != version for one, version in zip(factors, versions, strict=True)):
             raise Unfit("what is multiplied changes before the product is used")
-        if fused:
-            self.found.append((place, self.place()))
+        return place
+
+    def note(self, scores: WaitingScores, value: torch.Tensor, output: torch.Tensor) -> None:
+        """Keeps an attention in mind, where that is asked for. Raises as `check` does."""
+        if self.place is not None:
+            self.seen.append(Seen(self.check(scores), self.place(), scores, value, output))
