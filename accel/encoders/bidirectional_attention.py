@@ -12,8 +12,7 @@ from accel.comparison import agree, factor, named_factor
 from accel.encoders.own_code import OwnAttended
 from accel.encoders.packing import Packing, blocks_of
 from accel.encoders.position_bias import PositionBias, SeenBias
-from accel.encoders.query_bias import QueryBias, seen_query_bias
-from accel.encoders.relative import Relative
+from accel.encoders.relative import Relative, seen_by_query
 from accel.libraries.attention import KNOWN_ARGUMENTS
 from accel.llm.attention.attention import UnderstoodAttention
 from accel.llm.attention.projections import projections_of, split
@@ -56,7 +55,7 @@ class BidirectionalSpec(SoftmaxSpec):
 
     reach: Reach | None = None
     position_bias: PositionBias | None = None
-    relative: Relative | QueryBias | None = None
+    relative: Relative | None = None
     own_code: bool = False
     starts: str | None = None
 
@@ -85,7 +84,7 @@ class BidirectionalSpec(SoftmaxSpec):
             known = name in SHOWN | KNOWN_ARGUMENTS or name.startswith("output_") or cls.is_nothing(value)
             if (path := record.bias(value)) is not None:
                 bias = PositionBias(path)
-            elif not known and (found := seen_query_bias(layer, attended, value, record.biases)) is not None:
+            elif not known and (found := seen_by_query(layer, attended, value, record.biases)) is not None:
                 relative = found
             elif not known and (isinstance(value, torch.Tensor) or value not in (None, False)):
                 raise NotUnderstood(f"its attention is told {name}")

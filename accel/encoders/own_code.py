@@ -105,7 +105,7 @@ def _attention(
         whole = scale * (query @ key.mT) + shown
         if (other := seen_relative(layer, query, whole, gathered)) is None:
             return None
-        key, scale, relative = other.key, other.scale, other.spec
+        relative, key, scale = other
     found = OwnAttended(
         query.clone(), hidden, {"scaling": scale}, output.transpose(1, 2).clone(), bias=bias, relative=relative
     )

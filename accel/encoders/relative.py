@@ -1,9 +1,10 @@
-"""Scores by content and distance, as of DeBERTa (He et al. 2021): queries and keys meet projected embeddings of how far
-apart they are.
+"""Scores by what queries, and keys too, make of how far apart tokens are: relative keys (Shaw et al. 2018), as of
+Transformer-XL (Dai et al. 2019) in Conformers, and by content and distance, as of DeBERTa (He et al. 2021).
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import permutations
 from typing import Any
 
 import torch
@@ -11,30 +12,46 @@ from torch import nn
 
 from accel.comparison import agree, factor
 from accel.encoders.position_bias import SeenBias, by_distance
-from accel.llm.recording.record import LayerRecord, NotUnderstood
+from accel.llm.recording.record import Attended, LayerRecord, NotUnderstood
 from accel.patching.fast_forward import Kernels
 
 
 @dataclass(frozen=True)
 class Relative:
-    """keyword: by which the layer is given the embeddings, (columns or more, C). by_query, by_key: names of the modules
-    that project them for products with queries and with keys. buckets, most: see `PositionBias`.
+    """by_query: the module that makes columns for products with queries: an embedding of whose rows there is one for
+    each distance, or a projection of what the layer is given by `keyword`. by_key: of those with keys, which is given
+    that too; "" for none: then it is (1, 2 L - 1, C), from the first key seen from the last query on. columns: of it
+    that are read, else. content, position: parameters that are added to queries before they meet keys, and before they
+    meet distances; "" for none. Names are from the layer. buckets, most: see `PositionBias`.
     """
 
-    keyword: str
     by_query: str
-    by_key: str
-    columns: int
+    by_key: str = ""
+    keyword: str = ""
+    columns: int | None = None
+    content: str = ""
+    position: str = ""
     buckets: tuple[int, ...] = ()
     most: int | None = None
+
+    @property
+    def in_order(self) -> bool:
+        """Whether there is a column for each distance, made for the length of the text."""
+        return bool(self.keyword) and not self.by_key
 
     def learned(self, gathered: Sequence[tuple], biases: Sequence[SeenBias]) -> tuple[tuple[int, ...], int | None]:
         """Which column there is for each distance, by what was seen in a long text: calls of torch.gather, as of
         `seen_relative`, and of embeddings. Raises NotUnderstood.
         """
-        longest = max((index.shape[-1] for _, index, _ in gathered), default=0)
-        tables = [index[0] for _, index, _ in gathered if index.shape[-1] == longest]
-        if not tables or any(not torch.equal(one, (tables[0], tables[0].t())[at % 2]) for at, one in enumerate(tables)):
+        if self.in_order:
+            return (), None
+        tables = [index[0] for _, index, _ in gathered]
+        if not self.by_key:
+            tables = [one.ids for one in biases if one.path.endswith(self.by_query)]
+        longest = max(map(len, tables), default=0)
+        tables = [one for one in tables if len(one) == longest]
+        both = (tables[0], tables[0].t() if self.by_key else tables[0]) if tables else ()
+        if not both or any(not torch.equal(one, both[at % 2]) for at, one in enumerate(tables)):
             raise NotUnderstood("its distances are of another kind in long texts")
         found = by_distance("", tables[0].cpu())
         return found.buckets, found.most
@@ -43,20 +60,11 @@ class Relative:
         return BoundRelative(layer, self, device)
 
 
-@dataclass(frozen=True)
-class SeenRelative:
-    """What is added to scores, of which `key` are the keys, (rows, heads, L, D): all times scale."""
-
-    spec: Relative
-    key: torch.Tensor
-    scale: float
-
-
 def seen_relative(
     layer: LayerRecord, query: torch.Tensor, scores: torch.Tensor, seen: list[tuple[torch.Tensor, torch.Tensor, Any]]
-) -> SeenRelative | None:
-    """Of recorded scores, (rows, heads, L, L). seen: calls of torch.gather, what each gave, its index, and the product
-    that it was of. None for another formula.
+) -> tuple[Relative, torch.Tensor, float] | None:
+    """What is added to recorded scores, (rows, heads, L, L), keys, (rows, heads, L, D), and by what all is multiplied.
+    seen: calls of torch.gather, what each gave, its index, and the product that it was of. None for another formula.
     """
     if len(seen) != 2:
         return None
@@ -74,7 +82,7 @@ def seen_relative(
     if not agree(scale * whole, scores) or None in sources or sources[0][0] != sources[1][0]:
         return None
     (keyword, by_query), (_, by_key) = sources
-    return SeenRelative(Relative(keyword, by_query, by_key, c2p.right.shape[-1]), key, scale)
+    return Relative(by_query, by_key, keyword, c2p.right.shape[-1]), key, scale
 
 
 def _source(layer: LayerRecord, right: torch.Tensor, heads: int) -> Any:
@@ -89,22 +97,67 @@ def _source(layer: LayerRecord, right: torch.Tensor, heads: int) -> Any:
     return None
 
 
+def seen_by_query(layer: LayerRecord, attended: Attended, bias: object, seen: Sequence[SeenBias]) -> Relative | None:
+    """Of what is added to recorded scores, (rows, heads, L, L); None where it is something else. Takes from recorded
+    queries what was added to them. Raises NotUnderstood.
+    """
+    q, scale = attended.query, attended.options.get("scaling") or attended.query.shape[-1] ** -0.5
+    _, heads, length, dim = q.shape
+    if not isinstance(bias, torch.Tensor) or bias.shape != (*q.shape[:3], length):
+        return None
+    for one in (one for one in seen if one.path.startswith(f"{layer.path}.") and one.values.shape[-1] == dim):
+        if one.values.shape[0] == length and agree(scale * torch.einsum("bhld,lrd->bhlr", q, one.values), bias):
+            return Relative(one.path.removeprefix(f"{layer.path}."))
+    own = [(name, one) for name, one in layer.attention._parameters.items() if one is not None]
+    at = torch.arange(length, device=q.device)
+    places = (at - at[:, None] + length - 1).expand(*q.shape[:2], -1, -1)
+    for call in (one for one in layer.inside(layer.attention) if one.alone and one.made is not None):
+        keyword = next((name for name, one in layer.call.named.items() if one is call.input.tensor), "")
+        if not keyword or call.output.held.shape != (1, 2 * length - 1, heads * dim):
+            continue
+        columns = call.output.held[0].unflatten(-1, (heads, dim)).permute(1, 2, 0)
+        for (u, content), (v, position) in permutations([pair for pair in own if pair[1].shape == (heads, dim)], 2):
+            plain = q - content[:, None]
+            if agree(scale * ((plain + position[:, None]) @ columns).gather(-1, places), bias):
+                if torch.equal(content, position):
+                    raise NotUnderstood("what it adds to queries for keys and for distances are the same numbers")
+                attended.query, before = plain, layer.name(layer.attention)
+                named = {"content": f"{before}.{u}", "position": f"{before}.{v}"}
+                return Relative(layer.name(call.module), keyword=keyword, **named)
+    return None
+
+
 class BoundRelative:
-    """With the modules that project."""
+    """With the tensors it reads."""
 
     def __init__(self, layer: nn.Module, spec: Relative, device: torch.device):
-        self.spec, self.projections = spec, [layer.get_submodule(one) for one in (spec.by_query, spec.by_key)]
+        self.spec = spec
+        self.by_query, self.by_key = (layer.get_submodule(one) if one else None for one in (spec.by_query, spec.by_key))
+        added = (layer.get_parameter(one) if one else None for one in (spec.content, spec.position))
+        self.content, self.position = added
         self.places = torch.tensor(spec.buckets, dtype=torch.int32, device=device)
 
     def embeddings(self, step: Any, kwargs: dict) -> torch.Tensor:
         """Made outside of the layers in each call."""
-        given = kwargs[self.spec.keyword]
-        return step.angles(given, self.spec, lambda: (given[: self.spec.columns],))[0]
+        given, spec = kwargs[self.spec.keyword], self.spec
+        key = spec.keyword, spec.columns
+        return step.angles(given, key, lambda: (given[0] if spec.in_order else given[: spec.columns],))[0]
 
     def __call__(self, kernels: Kernels, step: Any, q: torch.Tensor, k: torch.Tensor, kwargs: dict) -> dict[str, Any]:
         """The keywords of `accel_kernels.packed_attention`. q, k: (T, heads, D)."""
-        embeddings = self.embeddings(step, kwargs)
-        projected = (one(embeddings).unflatten(-1, (q.shape[1], -1)).permute(1, 2, 0) for one in self.projections)
-        by_query, by_key = ((t.transpose(0, 1) @ one).transpose(0, 1) for t, one in zip((q, k), projected, strict=True))
-        places = self.places.flip(0) if step.packing.mirrored else self.places
-        return {"by_query": by_query, "by_key": by_key, "places": places}
+
+        def products(t: torch.Tensor, module: Any) -> torch.Tensor:
+            if not self.spec.keyword:
+                columns = module.weight.to(q.dtype).t()
+            else:
+                columns = module(self.embeddings(step, kwargs)).unflatten(-1, (q.shape[1], -1)).permute(1, 2, 0)
+            return (t.transpose(0, 1) @ columns).transpose(0, 1)
+
+        by_query = products(q if self.position is None else q + self.position, self.by_query)
+        none = by_query.new_zeros(by_query.shape[-1]).expand_as(by_query)
+        by_key = none if self.by_key is None else products(k, self.by_key)
+        every = torch.arange(by_query.shape[-1], dtype=torch.int32, device=q.device)
+        places = every if self.spec.in_order else self.places
+        places = places.flip(0) if step.packing.mirrored else places
+        q = q if self.content is None else q + self.content
+        return {"q": q, "by_query": by_query, "by_key": by_key, "places": places}

@@ -16,6 +16,17 @@ PRODUCTS = {torch.matmul, torch.bmm, torch.Tensor.matmul, torch.Tensor.bmm, torc
 SOFTMAXES = {torch.softmax, F.softmax, torch.Tensor.softmax}
 FACTS = {"shape", "dtype", "device", "ndim", "is_cuda", "requires_grad", "size", "dim", "numel", "__len__"}
 SUMS = {"add": 1, "iadd": 1, "radd": 1, "sub": -1, "isub": -1}
+INPLACE = {
+    "__setitem__",
+    "__iadd__",
+    "__isub__",
+    "__imul__",
+    "__itruediv__",
+    "__idiv__",
+    "__ipow__",
+    "__iand__",
+    "__ior__",
+}
 VIEWS = {"view", "reshape", "unsqueeze", "squeeze", "flatten", "unflatten", "view_as"}
 CASTS = {
     "float": torch.float32,
@@ -80,7 +91,7 @@ class WaitingScores(torch.Tensor):
         if (func.__self__.__name__ if name == "__get__" else name) in FACTS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        name, inplace = name.strip("_"), name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
+        name, inplace = name.strip("_"), name in INPLACE or (name.endswith("_") and not name.endswith("__"))
         if name in ("add", "radd", "mul", "rmul") and len(args) == 2 and not isinstance(args[0], cls):
             args = args[::-1]
         if func in (torch.einsum, torch.where) and len(args) == 3:
@@ -91,13 +102,13 @@ class WaitingScores(torch.Tensor):
             found = one.waiting(func, name, rest, kwargs, equation)
             if found is not None and not inplace:
                 return found
-            if found is not None:
-                if one.viewed or (found.shape, found.dtype) != (one.shape, one.dtype):
-                    raise Unfit("scores are changed in place that are seen elsewhere")
+            if found is not None and not one.viewed and (found.shape, found.dtype) == (one.shape, one.dtype):
                 vars(one).update(vars(found))
                 return one
         if inplace and isinstance(one, cls):
-            one.source = FusedProducts()  # its numbers are more than waits
+            if one.viewed:
+                raise Unfit("scores are changed in place that are seen elsewhere")
+            one.source = FusedProducts()  # its numbers are more than what waits
         if len(args) == 2 and isinstance(args[1], cls) and name in LIKE:
             return LIKE[name](*args)
         return func(*all_computed(args), **all_computed(kwargs))

@@ -11,6 +11,7 @@ import transformers as t
 import accel
 from accel.encoders.inputs import tensors_of
 from accel.encoders.waiting_scores import FusedProducts, WaitingScores
+from accel.errors import Unfit
 from support.objects.encoders import SIZES, fallbacks, ids_and_mask
 from support.state import assert_same_state, snapshot
 
@@ -192,9 +193,16 @@ def test_products_by_equations(attended):
     assert len(attended) == 1
 
 
-def test_a_change_in_place_that_a_view_would_show_is_refused():
+@pytest.mark.parametrize("change", [lambda s: s.add_(BIAS), lambda s: s.clamp_(max=0.5), lambda s: s.sum() + s.exp_()])
+def test_a_change_in_place_that_a_view_would_show_is_refused(change):
+    wanted = Q @ K.mT
+    change(wanted)
     with FusedProducts():
-        scores = Q @ K.mT
+        scores, other = Q @ K.mT, Q @ K.mT
+        change(other)
+        assert torch.equal(other + 0.0, wanted)
         scores.view(6, 5, 7)
-        with pytest.raises(accel.errors.Unfit, match="seen elsewhere"):
-            scores.add_(BIAS)
+        with pytest.raises(Unfit, match="seen elsewhere"):
+            change(scores)
+        other[0] = 0.0
+        assert not (other[0] * 2).any() and torch.equal(other[1] + 0.0, wanted[1])
