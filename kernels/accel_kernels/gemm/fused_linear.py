@@ -100,7 +100,8 @@ def supports(x, weight, bias=None, *, norm=None, low_rank=None, **after) -> str 
         return "adapters whose A both weights share, or of a weight of another dtype"
     if low_rank is not None and (reason := low_rank.reason(x, weight.shape, up is not None)) is not None:
         return reason
-    return dtype_reason(x, weight, bias, up, epilogue.up_bias, *given.values(), *norm_weights(norm))
+    others = bias, up, epilogue.up_bias, *given.values(), *norm_weights(norm)
+    return dtype_reason(x, weight, *others, products=rows > 16)
 
 
 CASES = (

@@ -107,7 +107,7 @@ def _summed_by_rows(y, h, index, shares, weights, shared=None, x=None, residual=
         expert_rows_down_kernel, (cdiv(hidden, OUTPUTS), tokens), h, index, shares, weights.down, weights.down_bias,
         _second(weights), down, share, x, residual, y, weights.experts, hidden, float(scale), K=inner, CHOSEN=chosen,
         SHARED=0 if down is None else down.shape[1] // inner, BLOCK_N=OUTPUTS, BLOCK_K=block,
-        BLOCK_H=power_of_two(hidden), num_warps=2 if block * h.itemsize == ALONG else WARPS, **programmatic(h.device),
+        BLOCK_H=power_of_two(hidden), num_warps=WARPS, **programmatic(h.device),
     )  # fmt: skip
     return y
 

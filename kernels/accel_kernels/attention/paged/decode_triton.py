@@ -223,7 +223,7 @@ def decode(
             "STORE_BLOCK": kv.block, "BLOCK_M": tile.queries, "BLOCK_N": tile.keys, "BLOCK_D": channels,
             "COMBINE": combined_rows(group, dim), "PACKED": packed, "UPCAST": upcast(q.dtype), "CHUNKED": chunked,
         }  # fmt: skip
-    if small:
+    if small and has(q.device, Feature.WIDE_PRODUCTS):  # without, products take far more registers
         meta["maxnreg"] = KV8_REGISTERS
     out = torch.empty((rows, 1, heads * dim), device=q.device, dtype=q.dtype) if out is None else out
     angles = Angles(None, None)

@@ -30,9 +30,10 @@ def tile_of(queries: int, store_block: int, dim: int, dtype: torch.dtype) -> Til
     """As measured on an H200. A block of keys never crosses a block of the store."""
     channels = max(16, power_of_two(dim))
     wide = dtype == torch.float32
-    if channels > 256:
+    if channels > (128 if wide else 256):
         few = queries <= 16 or wide
-        return Tile(16 if few else 32, min(store_block, 16), channels, 4 if few else 8, 1 if wide else 2)
+        warps = 4 if few and channels > 256 else 8
+        return Tile(16 if few else 32, min(store_block, 16), channels, warps, 1 if wide else 2)
     keys = min(store_block, 32 if wide or channels > 128 else 64)
     if queries <= 16:
         return Tile(16, keys, channels, 4, 2 if wide else 3)
