@@ -11,7 +11,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from accel_kernels.device import card
 from accel_kernels.op import FLOATS, launcher
+from accel_kernels.self_check import needs_check
 
 # Bytes of a part up to which every rank reads all of them: of two ranks each reads no more than it would in shares.
 ONE_SHOT, ONE_SHOT_OF_TWO = 512 * 2**10, 16 * 2**20
@@ -34,8 +36,11 @@ class Shared(NamedTuple):
     def zeros(cls, group: dist.ProcessGroup, device: torch.device, count: int, dtype: torch.dtype) -> "Shared":
         """So many that all ranks can read and write. Called by all of them at once.
 
-        Raises as torch does, where the GPUs cannot reach each other's memory.
+        Raises as torch does, where the GPUs cannot reach each other's memory; RuntimeError where no test ran on such
+        GPUs, since a kernel that waits for another rank cannot check itself.
         """
+        if needs_check(device):
+            raise RuntimeError(f"no test of shared memory ran on a {card(device).name}")
         import torch.distributed._symmetric_memory as symmetric
 
         numbers = symmetric.empty(count, dtype=dtype, device=device).zero_()

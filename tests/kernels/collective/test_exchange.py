@@ -9,8 +9,10 @@ import torch
 pytest.importorskip("triton")
 
 from accel_kernels.collective.exchange import Layout, aligned, alike, unwritable
-from accel_kernels.collective.symmetric_memory import INSIDE, OUTSIDE, PIECE, SymmetricMemory
+from accel_kernels.collective.symmetric_memory import INSIDE, OUTSIDE, PIECE, Shared, SymmetricMemory
+from accel_kernels.device import replayed
 
+from support.kernels.cards import made_up
 from support.kernels.compiler import in_a_process
 
 PROGRAMS = 3
@@ -163,6 +165,11 @@ def test_sum_bias_and_residual(rank, dtype):
     assert torch.equal(two.parts[rank][64 : 64 + part.numel()], part.flatten())  # where the other reads it
     assert two.cells[rank].sum() == 0, "signals are taken"
     assert two.cells[1 - rank][:, rank].tolist() == [1] * len(two.cells[0]), "and given"
+
+
+def test_gpus_that_no_test_ran_on_leave_it_to_nccl():
+    with replayed(made_up(80)), pytest.raises(RuntimeError, match="no test of shared memory ran on a sm_80"):
+        Shared.zeros(None, torch.device("cuda", 0), 8, torch.int32)
 
 
 def test_sum_alone():
