@@ -1,7 +1,8 @@
 """The layout of compressed-tensors: what a quantized linear is called in a file, and what config.json says of it.
 
 Formats "int-quantized" and "float-quantized": `weight` int8 or float8_e4m3fn (N, K). "pack-quantized": `weight_packed`
-int32, numbers of 4 or 8 bits stored plus half their range, the first in the lowest bits, with `weight_shape`. All:
+int32, numbers of 2 to 8 bits stored plus half their range, the first in the lowest bits, with `weight_shape`; here up
+to 4 bits take 4, others 8. All:
 `weight_scale` (N, groups); where 0 does not stand for 0, `weight_zero_point`, int8 (N, groups), packed along the rows
 where the weight is packed; where columns that share a scale lie apart, `weight_g_idx` (K), the group of each. Whole
 numbers are written packed, which is where vLLM looks for weights that meet
@@ -115,14 +116,16 @@ def _unpacked(
         raise ValueError(f"a packed weight {tuple(words.shape)} of {words.dtype}")
     rows, columns = shape.tolist()
     wide = bits(words, shape)
-    if words.shape[0] != rows or wide not in (4, 8) or words.shape[1] * WORD != wide * columns:
-        raise ValueError(f"a packed weight {tuple(words.shape)} for the shape {(rows, columns)}: neither 4 nor 8 bits")
+    if words.shape[0] != rows or wide not in range(2, 9) or words.shape[1] * WORD != wide * columns:
+        raise ValueError(f"a packed weight {tuple(words.shape)} for the shape {(rows, columns)}: not of 2 to 8 bits")
     if zeros is not None:
-        per_word = WORD // wide
-        if zeros.dtype != torch.int32 or zeros.shape != (-(-rows // per_word), scales.shape[-1]):
+        if zeros.dtype != torch.int32 or zeros.shape != (-(-rows * wide // WORD), scales.shape[-1]):
             raise ValueError(f"packed zero points {tuple(zeros.shape)} of {zeros.dtype} for {rows} rows")
         zeros = unpacked_zeros(zeros, rows, wide)
-    return (words if wide == 4 else _bytes(words, taken)), zeros
+    if wide in (4, 8):
+        return (words if wide == 4 else _bytes(words, taken)), zeros
+    numbers = unpack(words, wide)
+    return (pack(numbers) if wide < 4 else numbers), zeros
 
 
 def bits(words: torch.Tensor, shape: torch.Tensor) -> int:
@@ -139,7 +142,8 @@ def packed_zeros(zeros: torch.Tensor, bits: int = 4) -> torch.Tensor:
 
 def unpacked_zeros(words: torch.Tensor, rows: int, bits: int = 4) -> torch.Tensor:
     """`packed_zeros` taken back: (rows, groups) int8."""
-    return unpack(words.t(), bits)[:, :rows].t().contiguous()
+    whole = nn.functional.pad(words.t(), (0, -words.shape[0] % bits))  # no number begun in the last word
+    return unpack(whole, bits)[:, :rows].t().contiguous()
 
 
 def _bytes(words: torch.Tensor, taken: bool) -> torch.Tensor:
@@ -249,10 +253,11 @@ def read_compressed_tensors(module: Any) -> Repacked | str | None:
     said = {name: getattr(found, name, None) for name in ("num_bits", "type", "symmetric", "strategy", "dynamic")}
     rounding = rounding_of(said)
     fixed = rounding is not None and is_static(rounding) and ROW_DTYPES[weight_dtype_of(rounding)] == big.dtype
-    wide = "weight_packed" in held and bits(big, held["weight_shape"]) == 8
+    wide = bits(big, held["weight_shape"]) if "weight_packed" in held else 0
+    taken = 4 if wide <= 4 else 8
     return Repacked(
         module,
-        METHOD,
+        METHOD if wide in (0, taken) else f"{METHOD} of {wide} bits, {taken} in memory",
         big,
         (_of_module,),
         partial(_data, wide=wide),
@@ -272,8 +277,8 @@ def _of_module(module: nn.Module) -> Quantized:
     return read({name: tensor.detach() for name, tensor in held_tensors(module).items()})
 
 
-def _data(quantized: Quantized, wide: bool) -> torch.Tensor:
-    """As it lies in the file; the same memory where it lies so here. wide: of 8 bits, packed."""
-    if wide:
-        return pack(quantized.numbers(), 8)
+def _data(quantized: Quantized, wide: int) -> torch.Tensor:
+    """As it lies in the file; the same memory where it lies so here. wide: bits of packed numbers, 0 of others."""
+    if wide not in (0, 4):
+        return pack(quantized.numbers(), wide)
     return quantized.data if quantized.order is None else quantized.format.pack(quantized.numbers())

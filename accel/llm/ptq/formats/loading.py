@@ -48,7 +48,7 @@ def is_compressed_tensors(fields: Mapping) -> bool:
 
 
 def _of_library(fields: Mapping) -> bool:
-    """Whether the package alone reads it: scales by block, numbers of 2 or 3 bits, floats of 4."""
+    """Whether the package alone reads it: scales by block, numbers of other than 4 or 8 bits, floats of 4."""
     groups = fields.get("config_groups")
     held = (
         [one.get("weights") for one in groups.values() if isinstance(one, Mapping)]
@@ -56,7 +56,7 @@ def _of_library(fields: Mapping) -> bool:
         else []
     )
     said = [(one.get("strategy"), one.get("num_bits"), one.get("type")) for one in held if isinstance(one, Mapping)]
-    return any(way in BLOCKS or bits in (2, 3) or (bits, kind) == (4, "float") for way, bits, kind in said)
+    return any(way in BLOCKS or bits not in (None, 4, 8) or (bits, kind) == (4, "float") for way, bits, kind in said)
 
 
 def read_quantization(folder: Path, fields: Mapping, linears: Mapping[str, Parts]) -> QuantizationConfig:

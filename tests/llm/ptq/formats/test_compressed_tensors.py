@@ -83,19 +83,21 @@ def test_eight_bits_not_packed_as_files_with_activations_have_them(symmetric, sh
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
-@pytest.mark.parametrize("group", [None, 32])
-def test_eight_bits_packed_as_other_tools_write_them(group, symmetric):
+@pytest.mark.parametrize(("bits", "group"), [(8, None), (8, 32), (2, 32), (3, 32), (5, None)])
+def test_numbers_packed_as_other_tools_write_them(bits, group, symmetric):
     from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 
-    ours = round_to_nearest(weight(19, 128), Scheme("int8", group, symmetric))
-    parts = {"weight_packed": pack_to_int32(ours.data, 8), "weight_scale": ours.scales}
-    parts["weight_shape"] = torch.tensor(ours.shape)
+    wide = round_to_nearest(weight(19, 128), Scheme("int8", group, symmetric))
+    numbers, scales, zeros = wide.data >> 8 - bits, wide.scales, None if symmetric else wide.zeros >> 8 - bits
+    parts = {"weight_packed": pack_to_int32(numbers, bits), "weight_scale": scales}
+    parts["weight_shape"] = torch.tensor(wide.shape)
     if not symmetric:
-        parts["weight_zero_point"] = pack_to_int32(ours.zeros, 8, packed_dim=0)
+        parts["weight_zero_point"] = pack_to_int32(zeros, bits, packed_dim=0)
     again = compressed.read(parts)
-    assert torch.equal(again.data, ours.data) and torch.equal(again.scales, ours.scales)
-    assert symmetric or torch.equal(again.zeros, ours.zeros)
-    assert torch.equal(pack(again.data, 8), parts["weight_packed"])
+    assert torch.equal(again.numbers(), numbers) and again.scales is scales
+    assert symmetric or torch.equal(again.zeros, zeros)
+    assert again.format.bits == (4 if bits < 4 else 8)
+    assert torch.equal(pack(again.numbers(), bits), parts["weight_packed"])
 
 
 def test_a_scale_for_all_is_one_for_each_row():
@@ -129,10 +131,10 @@ def test_parts_that_do_not_fit_are_refused(message):
         compressed.read(GOOD | WRONG[message])
 
 
-def test_three_bits_and_odd_inputs_are_refused():
-    three = {"weight_packed": torch.ones(16, 6, dtype=torch.int32), "weight_scale": torch.ones(16, 1)}
-    with pytest.raises(ValueError, match="neither 4 nor 8 bits"):
-        compressed.read(three | {"weight_shape": torch.tensor([16, 64])})
+def test_one_bit_and_odd_inputs_are_refused():
+    one = {"weight_packed": torch.ones(16, 2, dtype=torch.int32), "weight_scale": torch.ones(16, 1)}
+    with pytest.raises(ValueError, match="not of 2 to 8 bits"):
+        compressed.read(one | {"weight_shape": torch.tensor([16, 64])})
     odd = {"weight": torch.ones(16, 30, dtype=torch.int8), "weight_scale": torch.ones(16, 1)}
     with pytest.raises(ValueError, match="30 inputs, not a multiple of 8"):
         compressed.read(odd)

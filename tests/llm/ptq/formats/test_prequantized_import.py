@@ -32,6 +32,7 @@ FAMILIES = ("llama-biases", "llama-tied", "qwen2", "gpt-neox", "mixtral")
     ("name", "scheme"),
     sorted(
         {*in_turn(FAMILIES, SCHEMES), *((name, scheme) for name in ("llama-biases", "mixtral") for scheme in SCHEMES)}
+        | {("llama-biases", "int4-g32 3")}
     ),
 )
 @pytest.mark.share(6)
@@ -298,7 +299,7 @@ def test_compressed_tensors_that_do_not_fit_are_left_to_their_library(damage, fo
     elif damage == "shape":
         module.weight_shape.data = torch.tensor([64, 104])
     elif damage == "bits":
-        module.weight_packed.data = module.weight_packed.data[:, :9].contiguous()
+        module.weight_packed.data = module.weight_packed.data[:, :10].contiguous()
     else:
         module.register_buffer("weight_g_idx", torch.arange(96))
     accel.optimize(model)

@@ -184,7 +184,9 @@ MAKERS = {
 
 
 def saved_folders(tmp_path_factory):
-    """A function of (name, scheme, dtype): where such a model, quantized, is saved; with " bytes" as others save it."""
+    """A function of (name, scheme, dtype): where such a model, quantized, is saved; with " bytes" as others save it, of
+    4 bits with a number in that many.
+    """
     made = {}
 
     def folder(name="llama-biases", scheme="int8", dtype=torch.float32):
@@ -194,19 +196,26 @@ def saved_folders(tmp_path_factory):
             scheme, *rest = scheme.split()
             accel.quantize(make(name, dtype), scheme).save_pretrained(made[key])
             if rest:
-                unpack(made[key])
+                unpack(made[key], rest[0])
         return made[key]
 
     return folder
 
 
-def unpack(folder):
-    """A file of packed 8-bit numbers in the format "int-quantized", a byte each."""
-    from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
+def unpack(folder, bits):
+    """A file of packed 8-bit numbers in the format "int-quantized", a byte each; of 4 bits in so many, what is beyond
+    cut off.
+    """
+    from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32, unpack_from_int32
 
     file, config = folder / "model.safetensors", folder / "config.json"
     found = load_file(file)
     for path in [name.removesuffix("_packed") for name in found if name.endswith("_packed")]:
+        if bits != "bytes":
+            numbers = unpack_from_int32(found[f"{path}_packed"], 4, found[f"{path}_shape"])
+            most = 1 << int(bits) - 1
+            found[f"{path}_packed"] = pack_to_int32(numbers.clamp(-most, most - 1), int(bits))
+            continue
         shape = found.pop(f"{path}_shape")
         found[path] = unpack_from_int32(found.pop(f"{path}_packed"), 8, shape)
         if f"{path}_zero_point" in found:
@@ -215,7 +224,10 @@ def unpack(folder):
     save_file(found, file, {"format": "pt"})
     said = json.loads(config.read_text())
     said["quantization_config"].pop("dequantize", None)
-    config.write_text(json.dumps(said).replace("pack-quantized", "int-quantized"))
+    if bits == "bytes":
+        config.write_text(json.dumps(said).replace("pack-quantized", "int-quantized"))
+    else:
+        config.write_text(json.dumps(said).replace('"num_bits": 4', f'"num_bits": {bits}'))
 
 
 def compressed(folder):
