@@ -191,7 +191,8 @@ def _closed(models: tuple[nn.Module, ...]) -> Iterator[CallGate | None]:
         mine = [module for module in modules.values() if _free(module)]
         permits = [one for module in mine for one in vars(module).values() if isinstance(one, Permit)]
         for module in mine:
-            vars(module)[GATE] = gate
+            if not isinstance(vars(module).get(GATE), Permit):
+                vars(module)[GATE] = gate
         for permit in permits:
             permit.gate = gate
     try:
@@ -213,13 +214,13 @@ def _closed(models: tuple[nn.Module, ...]) -> Iterator[CallGate | None]:
 
 def _gate_of(module: nn.Module) -> CallGate | None:
     found = vars(module).get(GATE)
-    return found if isinstance(found, CallGate) else None
+    return found.gate if isinstance(found, Permit) else found
 
 
 def _free(module: nn.Module) -> bool:
     """Whether this thread has no gate there yet; one of nobody's is a copy's."""
-    found = vars(module).get(GATE)
-    return found is None or (isinstance(found, CallGate) and found.thread is None)
+    found = _gate_of(module)
+    return found is None or found.thread is None
 
 
 def _others() -> dict[int, FrameType]:

@@ -132,15 +132,21 @@ def _lift_dispatch(model: nn.Module) -> Callable[[], None] | None:
     import accelerate
 
     device_map = getattr(model, "hf_device_map", None)
-    if device_map is not None and "disk" in device_map.values():
-        raise ValueError("some of its weights are on a disk (device_map): load it with RAM for all of them")
-    accelerate.hooks.remove_hook_from_module(model, recurse=True)
-    if any(parameter.is_meta for parameter in model.parameters()):
+    if any(map(_not_in_ram, moving)) or "disk" in (device_map or {}).values():
         raise ValueError("some of its weights are on a disk, or nowhere: load it with RAM for all of them")
+    accelerate.hooks.remove_hook_from_module(model, recurse=True)
     vars(model).pop("hf_device_map", None)
     if device_map is None:
         return partial(_align_again, model, moving[0])
     return partial(accelerate.dispatch_model, model, device_map, force_hooks=True)
+
+
+def _not_in_ram(hook: Any) -> bool:
+    """Whether weights would not come back where the hook is taken off, or would be read from files."""
+    held = [one for one in getattr(hook, "hooks", (hook,)) if is_hook(one, ALIGNING)]
+    loaders = [getattr(one.weights_map, "dataset", None) for one in held]
+    devices = [device for one in held for device in getattr(one, "original_devices", {}).values()]
+    return any(getattr(loader, "index", None) for loader in loaders) or torch.device("meta") in devices
 
 
 def _align_again(model: nn.Module, hook: Any) -> None:

@@ -8,6 +8,7 @@ from torch import nn
 
 from accel.libraries.hooks import forward_slots
 from accel.offload.budget import WeightSizes
+from accel.offload.call_hooks import streamed_model
 from accel.offload.layout import Layout, storage_of, weights_in
 from accel.patching.fast_forward import FastForward
 
@@ -86,7 +87,10 @@ def streamable(model: nn.Module, blocks: dict[str, nn.Module]) -> list[list[torc
 
 
 def sizes_of(model: nn.Module) -> WeightSizes:
-    """As `StreamedModel` would have them, of a model on any device, meta too."""
+    """As `StreamedModel` has them, or would, of a model on any device, meta too."""
+    held = streamed_model(model)
+    if held is not None and held.pieces:
+        return held.sizes
     blocks = streamable(model, streaming_blocks(model)) if not _on_meta(model) else _on_paper(model)
     moved = tuple(sum(one.nbytes for one in tensors) for tensors in blocks)
     experts = next((experts_in(one)[0] for one in stacked_experts(model).values()), 0)

@@ -1,12 +1,17 @@
 """What tells a model whose weights stream of its calls, and of its blocks'."""
 
+import sys
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 
+from accel.errors import Refused
+from accel.in_flight import GATE, Permit
 from accel.patching.structure import CallersHook
 
 BESIDE = ("mask", "position", "past", "cache")  # arguments that say nothing about how much is computed
@@ -22,47 +27,77 @@ class BlockHook(CallersHook):
         self.model.leave_block(self.path) if self.behind else self.model.take_block(self.path)
 
 
-class CallHook:
-    """Stands on the model itself, before its call or behind it."""
+class StreamedCall(Permit):
+    """Stands in `vars(model)["_call_impl"]`: a call that is interrupted ends too, which torch tells no hook."""
 
-    def __init__(self, model: Any, behind: bool):
-        self.model, self.behind = model, behind
+    computes = True  # see `in_flight.py`
 
-    def __call__(self, module: nn.Module, *given: Any) -> None:
-        self.model.end_call() if self.behind else self.model.begin_call(given)
+    def __init__(self, streamed: Any):
+        self.streamed = streamed
+
+    @property
+    def owner(self) -> nn.Module:
+        return self.streamed.model
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = sys._getframe(1).f_locals["self"]  # shallow copies hold this too
+        self.refuses()  # waits while the model is changed
+        self.streamed.begin_call((args, kwargs))
+        try:
+            with _refusing_gradients(self.streamed):
+                return getattr(type(module), GATE)(module, *args, **kwargs)
+        finally:
+            self.streamed.end_call()
 
 
 def hook_model(streamed: Any) -> None:
-    """The model tells of its calls."""
-    streamed.model.register_forward_pre_hook(CallHook(streamed, False), with_kwargs=True)
-    streamed.model.register_forward_hook(CallHook(streamed, True), always_call=True)
+    """The model tells of its calls, also while no other thread may call it."""
+    other, call = streamed_model(streamed.model), StreamedCall(streamed)
+    if other is not None:  # of another pipeline that it belongs to
+        other.let_go()
+    call.gate = vars(streamed.model).get(GATE)
+    vars(streamed.model)[GATE] = call
+
+
+def unhook(streamed: Any) -> None:
+    """Nothing of ours is left on the model."""
+    hook_blocks(streamed, ())
+    if streamed_model(streamed.model) is streamed:
+        gate = vars(streamed.model).pop(GATE).gate
+        if gate is not None and gate.thread is not None:
+            vars(streamed.model)[GATE] = gate
+
+
+def _refusing_gradients(streamed: Any) -> AbstractContextManager:
+    """What autograd keeps of weights in the ring is something else by the time it reads it."""
+    if not torch.is_grad_enabled():
+        return nullcontext()
+    return saved_tensors_hooks(lambda one: (one.detach(), streamed.ring is not None), _read_again)
+
+
+def _read_again(kept: tuple[torch.Tensor, bool]) -> torch.Tensor:
+    if kept[1]:
+        raise Refused("memory=: weights that stream are not kept for gradients: accel.restore the model to train it")
+    return kept[0]
 
 
 def hook_blocks(streamed: Any, paths: Iterable[str]) -> None:
     """Blocks at these paths, and no others, tell of theirs."""
-    unhook(streamed.model, BlockHook)
+    for module in streamed.model.modules():
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for key in [key for key, one in hooks.items() if isinstance(one, BlockHook)]:
+                del hooks[key]
+                module._forward_hooks_always_called.pop(key, None)
     for path in paths:
         block = streamed.model.get_submodule(path)
         block.register_forward_pre_hook(BlockHook(streamed, path, False))
         block.register_forward_hook(BlockHook(streamed, path, True), always_call=True)
 
 
-def unhook(model: nn.Module, kind: type = object) -> None:
-    """No hooks of ours of this kind are left."""
-    for module in model.modules():
-        for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            for key in [
-                key for key, one in hooks.items() if isinstance(one, BlockHook | CallHook) and isinstance(one, kind)
-            ]:
-                del hooks[key]
-                for beside in (module._forward_pre_hooks_with_kwargs, module._forward_hooks_always_called):
-                    beside.pop(key, None)
-
-
 def streamed_model(module: nn.Module) -> Any:
     """That of a model whose weights come as they are called."""
-    hooks = vars(module)["_forward_pre_hooks"]
-    return next((one.model for one in hooks.values() if type(one) is CallHook), None) if hooks else None
+    found = vars(module).get(GATE)
+    return found.streamed if type(found) is StreamedCall else None
 
 
 def whole_runs(module: nn.Module, forward: Callable) -> Callable:

@@ -10,6 +10,7 @@ from torch import nn
 from accel.libraries.hooks import DETACH, ENTER, FORWARD, HOOK, METHODS, hook_of, offload_hooks
 from accel.offload.blocks import nbytes, streaming_blocks
 from accel.offload.budget import Budget
+from accel.offload.call_hooks import streamed_model
 from accel.offload.layout import separate
 from accel.offload.placed_model import PlacedModel
 from accel.offload.streamed_model import StreamedModel
@@ -106,7 +107,9 @@ class OffloadSwitch(PartlyCopied):
                 vars(hook)[name] = HookMethod(hook, name, placed)
 
     def _place(self, model: nn.Module, device: torch.device) -> PlacedModel:
-        budget = self.budget
+        budget, held = self.budget, streamed_model(model)
+        if held is not None and (held.device, held.budget) == (device, budget):
+            return held  # whose hook was taken off for a while
         if budget is not None and 2 * nbytes(model) > budget.card and not hasattr(model, "decode"):
             if streaming_blocks(model):
                 return StreamedModel(model, device, self.prepare, budget)
@@ -119,6 +122,8 @@ class OffloadSwitch(PartlyCopied):
         for _, hook in offload_hooks(self.pipe, GPUS):
             let_go(hook)
         for model in self.models:
+            if (streamed := streamed_model(model)) is not None:
+                streamed.let_go()  # whose hook somebody has taken off
             separate(model)
         self.models.clear()
 

@@ -23,9 +23,8 @@ class Slot(NamedTuple):
 
     def lies_in(self, whole: torch.Tensor) -> bool:
         """Whether the tensor is the view of these bytes that the layout makes it."""
-        now = self.tensor
         place = whole.data_ptr() + self.start
-        return (now.data_ptr(), now.shape, now.stride(), now.dtype) == (place, self.shape, self.stride, self.dtype)
+        return form_of(self.tensor) == (place, self.shape, self.stride, self.dtype, whole.device)
 
 
 class Layout:
@@ -89,6 +88,11 @@ def become(tensor: torch.Tensor, view: torch.Tensor) -> None:
         set_data(tensor, lambda _: view)
     else:
         tensor.data = view
+
+
+def form_of(tensor: torch.Tensor) -> tuple:
+    """By which views of one memory are told apart."""
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
 def weights_in(model: nn.Module) -> list[torch.Tensor]:

@@ -4,7 +4,7 @@ import enum
 
 import torch
 
-from accel.offload.layout import Layout, become, views
+from accel.offload.layout import Layout, become, form_of, views
 from accel.offload.memory import HostBuffer
 
 
@@ -26,7 +26,8 @@ class PlacedWeights:
         self.host = HostBuffer(layout.nbytes) if host is None else host
         self.start, self.end = start, start + layout.nbytes
         self.bytes = self.host.bytes[start : start + layout.nbytes]
-        self.places: dict[WeightPlacement, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        # Of each: the tensor, the view of that place, its form.
+        self.places: dict[WeightPlacement, list[tuple[torch.Tensor, torch.Tensor, tuple]]] = {}
         layout.pack(self.bytes)
         self.put(WeightPlacement.HOST, self.bytes)
 
@@ -51,14 +52,14 @@ class PlacedWeights:
     def put(self, name: WeightPlacement, whole: torch.Tensor) -> None:
         """Its place of this name, HOST or CARD, is these bytes."""
         with torch.inference_mode(False), torch.no_grad():
-            self.places[name] = [(slot.tensor, view) for slot, view in views(self.layout.slots, whole)]
+            self.places[name] = [(slot.tensor, one, form_of(one)) for slot, one in views(self.layout.slots, whole)]
 
     def go(self, name: WeightPlacement, before: WeightPlacement | None = None) -> None:
         """Its weights are views of that place. before: but for those that somebody has taken from where they were."""
         olds = self.places[name if before is None else before]
         with torch.inference_mode(False), torch.no_grad():
-            for (tensor, view), (_, old) in zip(self.places[name], olds, strict=True):
-                if (tensor.data_ptr() == old.data_ptr()) == (before is None):
+            for (tensor, view, _), (*_, old) in zip(self.places[name], olds, strict=True):
+                if (form_of(tensor) == old) == (before is None):
                     continue
                 become(tensor, view)
 
@@ -66,10 +67,10 @@ class PlacedWeights:
         """From the card to the CPU. changed: what it holds there may be something else."""
         if changed and self.placement is WeightPlacement.CARD:
             with torch.inference_mode(False), torch.no_grad():
-                for (tensor, view), (_, host) in zip(
+                for (tensor, view, form), (_, host, _) in zip(
                     self.places[WeightPlacement.CARD], self.places[WeightPlacement.HOST], strict=True
                 ):
-                    if tensor.data_ptr() == view.data_ptr():
+                    if form_of(tensor) == form:
                         host.copy_(view)
         if WeightPlacement.CARD in self.places:
             self.go(WeightPlacement.HOST, WeightPlacement.CARD)

@@ -15,7 +15,7 @@ from accel.offload.blocks import experts_in, pieces
 from accel.offload.budget import BUFFERS, Budget, WeightSizes, check_fits, room_for_weights, streamed_blocks
 from accel.offload.call_hooks import elements, hook_blocks, hook_model, unhook
 from accel.offload.hot_experts import HotExperts, stacks_in
-from accel.offload.layout import CPU, Layout, unmovable, weights_in
+from accel.offload.layout import CPU, Layout, form_of, unmovable, weights_in
 from accel.offload.memory import PAGE, HostBuffer
 from accel.offload.piece import PlacedWeights, WeightPlacement
 from accel.offload.placed_model import ROW, PlacedModel, sums
@@ -102,7 +102,7 @@ class StreamedModel(PlacedModel):
 
     def let_go(self) -> None:
         """Its weights are on the CPU, and nothing of ours is on it."""
-        unhook(self.model)
+        unhook(self)
         self.leave()
 
     def _pack(self, tensors: list[torch.Tensor]) -> None:
@@ -302,13 +302,13 @@ class StreamedModel(PlacedModel):
 
     def _holds(self) -> bool:
         """Whether the weights are those that were placed, where they were placed."""
-        known = {id(tensor) for piece in self.pieces for tensor, _ in piece.places[WeightPlacement.HOST]}
+        known = {id(tensor) for piece in self.pieces for tensor, *_ in piece.places[WeightPlacement.HOST]}
         if known != set(map(id, weights_in(self.model))):
             return False
         for piece in self.pieces:
             stays = piece.placement is WeightPlacement.CARD
             places = piece.places[WeightPlacement.CARD if stays else WeightPlacement.HOST]
-            if any(tensor.data_ptr() != view.data_ptr() or tensor.dtype != view.dtype for tensor, view in places):
+            if any(form_of(tensor) != form for tensor, _, form in places):
                 return False
         return True
 

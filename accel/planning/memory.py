@@ -1,6 +1,8 @@
 """`memory=`: which models stay on the card, which come for their turn, and which stream."""
 
+from bisect import bisect
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -195,12 +197,26 @@ def _as_it_is(model: nn.Module, device: torch.device) -> None:
 
 
 def check_ram(weights: Iterable[torch.Tensor]) -> None:
-    """Raises Refused where the CPU's memory does not hold what comes from a GPU."""
-    more, free = sum(one.nbytes for one in weights if one.device.type != "cpu"), psutil.virtual_memory().available
+    """Raises Refused where the CPU's memory does not hold what comes from a GPU, or from a mapped file."""
+    files = _mapped_files()
+    coming = (one for one in weights if one.device.type != "cpu" or bisect(files, one.data_ptr()) % 2)
+    more, free = sum(one.nbytes for one in coming), psutil.virtual_memory().available
     if more > free:
         raise Refused(
             f"memory=: {more / 1e9:.1f} GB of weights go to the CPU's memory, of which {free / 1e9:.1f} are free"
         )
+
+
+def _mapped_files() -> list[int]:
+    """Addresses where a file begins and where it ends in turn, as the weights do that transformers and diffusers load
+    to the CPU; none where the system does not tell.
+    """
+    try:
+        lines = [line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines()]
+    except OSError:
+        return []
+    files = (line[0] for line in lines if len(line) == 6 and line[4] != "0" and not line[5].startswith("/dev/"))
+    return [int(place, 16) for span in files for place in span.split("-")]
 
 
 def pipeline_turns(pipe: Any, context: Context) -> PipelineTurns | None:

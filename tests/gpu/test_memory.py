@@ -11,7 +11,6 @@ import accel
 from accel.bench.memory import device_bytes, device_peak, release
 from accel.diffusion import tiling
 from accel.offload import budget
-from accel.offload import streamed_model as streamed_model_module
 from accel.offload.blocks import nbytes, sizes_of
 from accel.offload.budget import SLACK, Budget
 from accel.offload.call_hooks import streamed_model
@@ -146,7 +145,7 @@ def test_models_of_a_pipeline_take_turns(sdxl_pipe, live, switch, monkeypatch):
     if switch is not None:
         getattr(pipe, switch)()
     wanted = live.draw(twin)
-    for module in (budget, streamed_model_module, tiling):
+    for module in (budget, tiling):
         monkeypatch.setattr(module, "SLACK", 0)
     accel.optimize(pipe, memory=int(0.6 * nbytes(pipe.unet)))
     for _ in range(4):

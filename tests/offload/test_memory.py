@@ -7,7 +7,6 @@ from itertools import pairwise
 import pytest
 import torch
 from accelerate import cpu_offload, dispatch_model
-from diffusers import FluxTransformer2DModel
 from diffusers.hooks import apply_group_offloading
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -18,69 +17,15 @@ from accel.diffusion import tiling
 from accel.diffusion.tiling import decodes_within
 from accel.errors import Refused
 from accel.fusion.stacked_linears import stacked_rows
-from accel.offload import budget, hooks, placed_model, streamed_model
+from accel.offload import budget
 from accel.offload.blocks import nbytes, sizes_of
 from accel.offload.budget import WeightSizes, predicted_seconds, streamed_blocks
 from accel.offload.call_hooks import streamed_model as streamed
-from accel.offload.memory import HostBuffer
-from accel.offload.placed_model import PlacedModel
 from accel.offload.ring import Ring, repeated
 from accel.options import bytes_of
-from accel.planning import memory
-from support.objects.emulated_card import THERE, Addresses
+from support.objects.streaming import flux, llama, same, stored, within
 
-
-@pytest.fixture(autouse=True)
-def emulated(monkeypatch):
-    """Buffers of the ring are overwritten before they are filled, so that what is read too late shows."""
-    fill = Ring._fill
-
-    def poisoned(self, i):
-        self.buffers[i % len(self.buffers)].fill_(255)
-        fill(self, i)
-
-    monkeypatch.setattr(PlacedModel, "_reserve", lambda self, nbytes: Addresses(nbytes))
-    monkeypatch.setattr(HostBuffer, "pin", lambda self, most=None, empty=False: None)
-    monkeypatch.setattr(Ring, "_fill", poisoned)
-    monkeypatch.setattr(memory, "card_of", lambda models: THERE)
-    monkeypatch.setattr(memory, "GPUS", ("cpu",))
-    monkeypatch.setattr(hooks, "GPUS", ("cpu",))
-    monkeypatch.setattr(placed_model, "ROW", 32)
-    monkeypatch.setattr(streamed_model, "GRAIN", 256)
-    monkeypatch.setattr(budget, "SLACK", 0)
-
-
-def flux(layers=3):
-    sizes = {"patch_size": 1, "in_channels": 4, "attention_head_dim": 16, "num_attention_heads": 2}
-    widths = {"joint_attention_dim": 32, "pooled_projection_dim": 32, "axes_dims_rope": (4, 4, 8)}
-    model = FluxTransformer2DModel(num_layers=layers, num_single_layers=6, **sizes, **widths).eval()
-    ids = {"img_ids": torch.randn(16, 3), "txt_ids": torch.zeros(8, 3), "timestep": torch.tensor([0.5])}
-    given = {"hidden_states": torch.randn(1, 16, 4), "encoder_hidden_states": torch.randn(1, 8, 32)}
-    given |= ids | {"pooled_projections": torch.randn(1, 32)}
-    return model, lambda model: model(**given).sample
-
-
-def llama():
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_hidden_layers=6, **sizes)).eval()
-    ids = torch.randint(0, 64, (2, 9))
-    call = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
-    return model, lambda model: model.generate(ids, **call)
-
-
-def stored(model):
-    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
-
-
-def same(model, wanted):
-    assert model.state_dict().keys() == wanted.keys()
-    assert all(torch.equal(tensor, wanted[name]) for name, tensor in model.state_dict().items())
-
-
-def within(model, share):
-    """A budget in which this share of what could stream has to."""
-    sizes = sizes_of(model)
-    return int(1.02 * sizes.total - share * sum(sizes.blocks) + 2 * max(sizes.blocks))
+pytestmark = pytest.mark.usefixtures("streaming")
 
 
 @pytest.mark.parametrize("weights", ["int8", "int4"])

@@ -1,0 +1,167 @@
+"""Faults under `memory=`: a clear error or what stock gives, and nothing is left behind."""
+
+import copy
+import threading
+
+import psutil
+import pytest
+import torch
+from accelerate import disk_offload
+from diffusers import FluxTransformer2DModel
+
+import accel
+from accel.diffusion import tiling
+from accel.errors import Refused
+from accel.offload.blocks import nbytes
+from accel.offload.call_hooks import streamed_model as streamed
+from accel.offload.memory import HostBuffer
+from accel.offload.piece import PlacedWeights
+from accel.offload.ring import Ring
+from accel.offload.streamed_model import StreamedModel
+from support.objects.streaming import flux, llama, same, stored, within
+
+
+@pytest.fixture(autouse=True)
+def counted(streaming):
+    """Whatever happens: buffers die with the last model."""
+    yield
+    assert streaming() == 0
+
+
+def untouched(model, before):
+    same(model, before)
+    assert not any(one._forward_hooks or one._forward_pre_hooks or "_call_impl" in vars(one) for one in model.modules())
+    assert all(p.untyped_storage().nbytes() == p.nbytes for p in model.parameters())
+
+
+def broken(monkeypatch, kind, name, at):
+    """The method raises KeyboardInterrupt instead of running, at so many calls of it."""
+    method, calls = getattr(kind, name), []
+
+    def interrupted(self, *args):
+        calls.append(0)
+        if len(calls) == at:
+            raise KeyboardInterrupt
+        return method(self, *args)
+
+    monkeypatch.setattr(kind, name, interrupted)
+
+
+@pytest.mark.parametrize("place", ["hook", "take", "leave", "begin", "_bring", "_learn"])
+@torch.no_grad()
+def test_an_interrupted_call_ends(place, monkeypatch):
+    model, call = flux()
+    before, wanted = stored(model), call(accel.optimize(copy.deepcopy(model)))
+    accel.optimize(model, memory=within(model, 0.9))
+    if place == "hook":
+        hook = model.single_transformer_blocks[2].register_forward_pre_hook(lambda *given: exit(1), prepend=True)
+    elif place.startswith("_"):
+        broken(monkeypatch, StreamedModel, place, 1)
+        streamed(model).streamed = None  # is to be chosen anew
+    else:
+        broken(monkeypatch, Ring, place, 3)
+    with pytest.raises((KeyboardInterrupt, SystemExit)):
+        call(model)
+    if place == "hook":
+        hook.remove()
+    same(model, before)
+    got = []
+    other = threading.Thread(target=lambda: got.append(torch.no_grad()(call)(model)))
+    other.start()
+    other.join(20)
+    assert len(got) == 1 and float((got[0] - wanted).abs().max()) < 1e-5
+    accel.restore(model)
+    untouched(model, before)
+
+
+@pytest.mark.parametrize("place", [(PlacedWeights, "put", 5), (StreamedModel, "_bring", 1), (PlacedWeights, "go", 1)])
+def test_an_interrupted_optimize_leaves_nothing(place, monkeypatch):
+    model, _ = flux()
+    before = stored(model)
+    broken(monkeypatch, *place)
+    with pytest.raises(KeyboardInterrupt):
+        accel.optimize(model, memory=within(model, 0.9))
+    untouched(model, before)
+
+
+@pytest.mark.parametrize("short", ["allocation", "free"])
+def test_too_little_ram_is_told(short, monkeypatch, tmp_path):
+    model, _ = flux()
+    before, free = stored(model), psutil.virtual_memory()
+    if short == "allocation":
+        monkeypatch.setattr(HostBuffer, "__init__", lambda self, nbytes: torch.empty(2**60))
+    else:
+        torch.save(model.state_dict(), tmp_path / "weights")
+        model.load_state_dict(torch.load(tmp_path / "weights", mmap=True), assign=True)
+        monkeypatch.setattr(psutil, "virtual_memory", lambda: free._replace(available=1000))
+    with pytest.raises(Refused, match="cannot be streamed: .*memory|of weights go to the CPU's memory, of which 0.0"):
+        accel.optimize(model, memory=within(model, 0.9))
+    same(model, before)
+    assert not any("_call_impl" in vars(one) or "forward" in vars(one) for one in model.modules())
+
+
+@torch.no_grad()
+def test_weights_on_a_disk_are_refused_and_stay_there(tmp_path):
+    model, call = llama()
+    wanted = call(model)
+    disk_offload(model, tmp_path, torch.device("cpu"))
+    kinds = [set(vars(one)) for one in model.modules()]
+    with pytest.raises(Refused, match="memory=: some of its weights are on a disk"):
+        accel.optimize(model, memory=10**6)
+    assert [set(vars(one)) for one in model.modules()] == kinds and all(one.is_meta for one in model.parameters())
+    assert torch.equal(call(model), wanted)
+
+
+def test_gradients_are_refused_where_weights_stream():
+    model, call = flux()
+    twin, before = copy.deepcopy(model), stored(model)
+    accel.optimize(model, memory=within(model, 0.9))
+    for one in (model.train(), twin.train()):
+        loss = call(one).square().mean()
+        if one is model:
+            with pytest.raises(Refused, match="not kept for gradients"):
+                loss.backward()
+            accel.restore(model)
+            untouched(model, before)
+            loss = call(one).square().mean()
+        loss.backward()
+    for one, other in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.allclose(one.grad, other.grad, atol=1e-6)
+    del loss
+
+
+@torch.no_grad()
+def test_it_is_saved_as_it_is_and_what_changes_shape_in_place_is_seen(tmp_path):
+    model, call = flux()
+    before = stored(model)
+    accel.optimize(model, memory=within(model, 0.9))
+    call(model)
+    model.save_pretrained(tmp_path)
+    same(FluxTransformer2DModel.from_pretrained(tmp_path), before)
+    assert (tmp_path / "diffusion_pytorch_model.safetensors").stat().st_size < 1.1 * nbytes(model)
+    weight = model.transformer_blocks[0].attn.to_q.weight
+    weight.data = weight.data.t()
+    wanted, twin = weight.clone(), copy.deepcopy(model)
+    accel.restore(twin)
+    assert float((call(model) - call(twin)).abs().max()) < 1e-5 and torch.equal(weight, wanted)
+
+
+@pytest.mark.parametrize("change", ["removed", "shared"])
+@torch.no_grad()
+def test_hooks_of_a_pipeline_that_others_take_off(sdxl_pipe, live, monkeypatch, change):
+    """By another pipeline of the same models too."""
+    monkeypatch.setattr(tiling, "PLANES", 0)
+    before, wanted = stored(sdxl_pipe.unet), live.draw(copy.deepcopy(sdxl_pipe))
+    budget = int(0.6 * nbytes(sdxl_pipe.unet))
+    pipes = [accel.optimize(sdxl_pipe, memory=budget, layout="keep")]
+    live.draw(sdxl_pipe)
+    if change == "removed":
+        sdxl_pipe.remove_all_hooks()
+    else:
+        pipes.append(accel.optimize(type(sdxl_pipe)(**sdxl_pipe.components), memory=budget, layout="keep"))
+        assert streamed(sdxl_pipe.unet) is not None
+    for pipe in reversed(pipes):
+        assert live.rms(live.draw(pipe), wanted) < 1e-4
+    for pipe in reversed(pipes):
+        accel.restore(pipe)
+    untouched(sdxl_pipe.unet, before)
