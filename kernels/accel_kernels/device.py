@@ -185,6 +185,11 @@ def lacks(device: torch.device, *features: Feature) -> str | None:
     return f"a GPU without {missing[0].value}" if missing else None
 
 
+def on_tensor_cores(x: torch.Tensor) -> bool:
+    """Whether products of its dtype are; others take many registers, and small tiles. On a CPU by the dtype alone."""
+    return x.dtype != torch.float32 and lacks(x.device, Feature.WIDE_PRODUCTS) is None
+
+
 def float8_reason(device: torch.device, *dtypes: torch.dtype) -> str | None:
     """Why a GPU cannot convert these dtypes, if float8_e4m3fn is among them."""
     return lacks(device, Feature.FLOAT8) if torch.float8_e4m3fn in dtypes else None

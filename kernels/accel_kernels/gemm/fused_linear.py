@@ -101,7 +101,7 @@ def supports(x, weight, bias=None, *, norm=None, low_rank=None, **after) -> str 
     if low_rank is not None and (reason := low_rank.reason(x, weight.shape, up is not None)) is not None:
         return reason
     others = bias, up, epilogue.up_bias, *given.values(), *norm_weights(norm)
-    return dtype_reason(x, weight, *others, products=rows > 16)
+    return dtype_reason(x, weight, *others, products=rows > 1)
 
 
 CASES = (

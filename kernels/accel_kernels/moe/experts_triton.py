@@ -8,7 +8,7 @@ other and find its weights there.
 
 import torch
 
-from accel_kernels.device import multiprocessors, programmatic, shared_memory, upcast
+from accel_kernels.device import Feature, lacks, multiprocessors, programmatic, shared_memory, upcast
 from accel_kernels.gemm.quantized.dequantize import dequantize
 from accel_kernels.gemm.quantized.operands.unpacking_triton import unpack_mode
 from accel_kernels.gemm.quantized_weight import MXFP4, PackedWeight, Quantized, scale_bits
@@ -29,7 +29,6 @@ ACROSS = (16, 32)  # neighboring outputs of it: few to fill the GPU, or 64 bytes
 SORTED = ((128, 1), (1024, 4), (4096, 16))  # pairs at a time, by so many warps
 CHANNELS = 512  # that are added up by a program
 LEAST = 16  # inputs of one product of tensor cores
-UNSTAGED = 40960  # bytes of shared memory that quantized products in float32 take besides their stages
 
 
 def experts(x, index, shares, weights, *, tile=None):
@@ -130,6 +129,10 @@ def _across(outputs: int, many: int, device: torch.device) -> int:
 
 
 def _grouped(x, index, shares, weights, tile: Tile):
+    if tile.tail and lacks(x.device, Feature.SHARED_OPERANDS):  # sums of 256 columns and operands: too many registers
+        tile = TILES["128"]
+    if x.dtype == torch.float32 and isinstance(weights.down, Quantized):  # unpacked numbers beside such sums likewise
+        tile = TILES["16"]
     chosen, inner, hidden = index.shape[1], weights.inner, weights.hidden
     pairs, many = index.numel(), weights.experts
     numbers, pdl = pairs // tile.rows + many, programmatic(x.device)
@@ -219,11 +222,8 @@ def _shape(stack: torch.Tensor | Quantized, by_rows: bool, pairs: int, columns: 
 
 
 def _stages_of_words(x: torch.Tensor, tile: Tile, columns: int, depth: int, most: int) -> int:
-    """The same where weights are words of several numbers; of 16 bits, these are written out side by side."""
-    if x.dtype == torch.float32:
-        step, unstaged = depth * (tile.rows * 4 + columns), UNSTAGED
-    else:
-        step, unstaged = depth * (tile.rows * 2 + columns // 2), depth * columns * 2
+    """The same where weights are words of several numbers, which are written out side by side."""
+    step, unstaged = depth * (tile.rows * x.itemsize + columns // 2), depth * columns * 2
     return min(most, 1 + max(0, shared_memory(x.device) - unstaged) // step)
 
 

@@ -211,7 +211,7 @@ def decode(
         kernel, kept, channels, small = kv8_decode_kernel, units * HEADS * splits, dim, True
         meta = {"num_warps": 4}
     else:
-        tile = tile_of(group, kv.block, dim, q.dtype)
+        tile = tile_of(group, kv.block, q)
         tile = tile._replace(queries=max(16, power_of_two(group)))
         kernel, kept, channels = decode_kernel, units * tile.queries * most, tile.channels
         small = packed is not None and tile.queries == 16 and channels <= 128

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from accel_kernels.attention.paged.cases import attention_case, ragged_case
-from accel_kernels.device import float8_reason, shared_memory
+from accel_kernels.device import float8_reason, on_tensor_cores, shared_memory
 from accel_kernels.norm import norm as norms
 from accel_kernels.op import dtype_reason, make_op
 
@@ -170,8 +170,8 @@ def supports(
         return "empty"
     if q.shape[-1] > 512:
         return f"head dimension {q.shape[-1]}, more than 512"
-    if q.is_cuda and q.shape[-1] > 128 and q.dtype == torch.float32 and shared_memory(q.device) < 88 * 1024:
-        return f"head dimension {q.shape[-1]} in float32, for which this GPU has too little shared memory"
+    if q.is_cuda and q.shape[-1] > 256 and not on_tensor_cores(q) and shared_memory(q.device) < 88 * 1024:
+        return f"head dimension {q.shape[-1]}, for which this GPU has too little shared memory"
     if v is not None and v.shape[-1] != q.shape[-1]:
         return f"values of {v.shape[-1]} channels, keys of {q.shape[-1]}"
     for name, tensor in (("q", q), ("k", k), ("v", v)):

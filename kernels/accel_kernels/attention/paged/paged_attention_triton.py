@@ -173,7 +173,7 @@ def paged_attention(
         return apply_gate(out, gate, gate_activation)
     q = rotary_store(q, k, v, kv, **turning)
     out = torch.empty((rows, new, heads * dim), device=q.device, dtype=q.dtype)
-    tile = tile_of(new * (heads // kv_heads), kv.block, dim, q.dtype)
+    tile = tile_of(new * (heads // kv_heads), kv.block, q)
     tiles = cdiv(new * (heads // kv_heads), tile.queries)
     # A prompt in a graph has few keys to a query, and room for shares would stay with the graph.
     splits = 1 if kv.is_prefill and kv.by_address else split_count(rows * kv_heads * tiles, q.device)
@@ -219,7 +219,7 @@ def ragged_attention(q, k, v, kv, scale, turning, scores):
         decode(*single, kv, scale, out.view(tokens, 1, -1), **turning | angles, **scores | {"gate": gates})
     if ragged.most_prefills:
         q = rotary_store(q, k, v, kv, prefills=most > 0, **turning)
-        tile = tile_of(group * tokens, kv.block, dim, q.dtype)
+        tile = tile_of(group * tokens, kv.block, q)
         tile = tile._replace(queries=max(tile.queries, power_of_two(group)))
         tiles = tokens // (tile.queries // group) + ragged.most_prefills
         attend_tiles(q, out, kv, scale, (tiles, kv_heads, 1), tile, most > 0, **scores)

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import torch
 
-from accel_kernels.device import multiprocessors
+from accel_kernels.device import multiprocessors, on_tensor_cores
 from accel_kernels.sizes import power_of_two
 
 MOST_SPLITS, KV8_MOST_SPLITS = 32, 64
@@ -26,10 +26,10 @@ class Tile(NamedTuple):
     stages: int
 
 
-def tile_of(queries: int, store_block: int, dim: int, dtype: torch.dtype) -> Tile:
+def tile_of(queries: int, store_block: int, q: torch.Tensor) -> Tile:
     """As measured on an H200. A block of keys never crosses a block of the store."""
-    channels = max(16, power_of_two(dim))
-    wide = dtype == torch.float32
+    channels = max(16, power_of_two(q.shape[-1]))
+    wide = not on_tensor_cores(q)
     if channels > (128 if wide else 256):
         few = queries <= 16 or wide
         warps = 4 if few and channels > 256 else 8

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from accel_kernels.device import Feature, has, multiprocessors, programmatic, upcast
+from accel_kernels.device import Feature, has, multiprocessors, on_tensor_cores, programmatic, upcast
 from accel_kernels.gemm.blocks.block_weight import BlockArguments
 from accel_kernels.gemm.blocks.fragments.block_gemv_mma_triton import block_gemv_mma, block_gemv_tile
 from accel_kernels.gemm.blocks.fragments.block_skinny_mma_triton import block_skinny_mma, block_skinny_tile
@@ -124,7 +124,7 @@ def by_blocks(x, weight, norm, up) -> ManyRowsTile:
     if x.numel() == weight.columns:
         block = 4 if up is not None or n < 16 * multiprocessors(x.device) else 8  # of more rows x is read less often
         return ManyRowsTile(1, block, max(1024, columns), block, 4)
-    return ManyRowsTile(16, 16, max(columns, 64 if x.dtype == torch.float32 else 256), 4, 3)
+    return ManyRowsTile(16, 16, max(columns, 256 if on_tensor_cores(x) else 64), 4, 3)
 
 
 def one_or_few(x, weight, norm, epilogue, tile, y):

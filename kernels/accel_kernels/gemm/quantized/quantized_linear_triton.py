@@ -2,7 +2,7 @@
 
 import torch
 
-from accel_kernels.device import Feature, has, multiprocessors
+from accel_kernels.device import Feature, has, multiprocessors, on_tensor_cores
 from accel_kernels.gemm.blocks.block_linear_triton import BLOCK_DISPATCH
 from accel_kernels.gemm.blocks.block_weight import BlockWeight
 from accel_kernels.gemm.epilogue import Epilogue
@@ -86,7 +86,8 @@ def by_any(x, weight, norm, up) -> Shape:
     rows, format = x.numel() // k, weight.format.name
     if rows == 1:
         return quantized_gemv_shape(n, k, format, up is not None)
-    return quantized_skinny_shape(rows, n, format, up is not None)
+    shape = quantized_skinny_shape(rows, n, format, up is not None)
+    return shape if on_tensor_cores(x) else shape._replace(rows=16, columns=32)
 
 
 def one_row_or_few(x, weight, norm, epilogue, shape, y):
