@@ -11,14 +11,16 @@ from accel_kernels import OPS, Case, Op
 from accel_kernels.autotune import race
 from accel_kernels.device import Card, Feature, card, lacks
 from accel_kernels.errors import KernelRefused, set_aside
-from accel_kernels.self_check import difference
+from accel_kernels.self_check import WRITTEN, difference
 from accel_kernels.tolerances import BACKEND
 
 from accel.bench.machine import now, provenance
+from accel.errors import logged, out_of_memory
 
 SIZE = 4096  # rows and columns of the products that are timed
 BYTES = 2**28  # of a copy, at most; and a sixteenth of the memory
 FLOAT8 = torch.float8_e4m3fn
+NO_MEMORY = "too large for this GPU's memory"
 
 
 def diagnose(device: torch.device, at: Callable[[str], object] = lambda step: None) -> dict[str, Any]:
@@ -26,7 +28,8 @@ def diagnose(device: torch.device, at: Callable[[str], object] = lambda step: No
 
     Where a card is replayed kernels are chosen as for that one.
     """
-    dtype = torch.float32 if device.type != "cuda" or lacks(device, Feature.BFLOAT16) else torch.bfloat16
+    half = torch.float16 if lacks(device, Feature.BFLOAT16) else torch.bfloat16
+    dtype = torch.float32 if device.type != "cuda" else half
     found: dict[str, Any] = {"about": "accel doctor"} | provenance(device, dtype)
     if device.type != "cuda":
         return found | {"card": None, "bus_gb_s": {}, "products_tflops": {}, "kernels": []}
@@ -103,19 +106,21 @@ def examine_case(op: Op, case: Case, device: torch.device) -> dict[str, Any]:
     row: dict[str, Any] = {"op": op.name, "case": case.name}
     try:
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
-            (args, more), (same, too) = (case.make(device, dtype) for _ in range(2))
+            args, more = case.make(device, dtype)
             row |= {"dtype": str(dtype).removeprefix("torch."), "outcome": op.supports(*args, **more)}
             if row["outcome"] is None:
                 break
         else:
             return row
+        written = op.changes or any(more.get(name) is not None for name in WRITTEN)
+        same, too = case.make(device, dtype) if written else (args, more)  # weights of a model may be half of a card
         off = difference(op.triton(*args, **more), op.reference(*same, **too))
         row |= {"outcome": "agrees" if off <= BACKEND else "differs", "off": off}
         times = race([partial(op.triton, *args, **more), partial(op.reference, *same, **too)])
         row |= dict(zip(("us", "reference_us"), (round(1e3 * one, 1) for one in times), strict=True))
     except KernelRefused as refused:
         row["outcome"] = str(refused)
-    except Exception as error:  # memory, for one; the other kernels are still worth their time
+    except Exception as error:  # the other kernels are still worth their time
         set_aside(error)
-        row["outcome"] = f"failed: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        row["outcome"] = NO_MEMORY if out_of_memory(error) else f"failed: {logged(error)}"
     return row

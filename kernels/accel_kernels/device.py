@@ -10,7 +10,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,8 @@ class Card:
 
     @cached_property
     def features(self) -> frozenset[Feature]:
+        if not triton_installed():
+            return frozenset()
         some = {feature for feature, majors in OF_SOME.items() if self.compute[0] in majors}
         return frozenset({feature for feature, least in SINCE.items() if self.compute >= least} | some)
 
@@ -203,6 +206,12 @@ def programmatic(device: torch.device, wanted: bool = True) -> dict[str, bool]:
     before it ends, also one without work, or a later kernel could overtake an earlier one.
     """
     return {"PDL": True, "launch_pdl": True} if wanted and has(device, Feature.DEPENDENT_LAUNCH) else {"PDL": False}
+
+
+@cache
+def triton_installed() -> bool:
+    """On Windows torch brings none."""
+    return find_spec("triton") is not None
 
 
 def interpreted() -> bool:

@@ -3,12 +3,13 @@
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 
 from accel_kernels.device import Feature, lacks
+from accel_kernels.errors import KernelRefused
 from accel_kernels.self_check import KernelOutcomes, needs_check, tensors
 from accel_kernels.warmup import warming_up
 
@@ -55,9 +56,20 @@ def _by_name(name: str) -> "Op":
 
 
 def launcher(kernel: str) -> Callable[..., Any]:
-    """The function of "module:function", imported now: what needs triton is imported where it is used."""
+    """The function of "module:function", imported now: what needs triton is imported where it is used. Without triton
+    one that raises KernelRefused.
+    """
     module, function = kernel.split(":")
-    return getattr(importlib.import_module(module), function)
+    try:
+        return getattr(importlib.import_module(module), function)
+    except ModuleNotFoundError as error:
+        if error.name != "triton":
+            raise
+        return partial(_refuse, KernelRefused(function, error))
+
+
+def _refuse(refused: KernelRefused, *args: Any, **kwargs: Any) -> Any:
+    raise refused.with_traceback(None)
 
 
 @dataclass(frozen=True)

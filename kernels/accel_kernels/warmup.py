@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from accel_kernels.compiling.kernel_hash import hash_callees_first
-from accel_kernels.device import interpreted
+from accel_kernels.device import interpreted, triton_installed
 from accel_kernels.errors import KernelRefused, of_compiler, set_aside
 
 COMPILERS = "accel_kernels.compiling.compilers_triton"  # imported where Triton is needed
@@ -65,7 +65,7 @@ class Warmup:
     They do on the device that is current in `launches`. Launches for another one compile for this one too: Triton would
     give both one kernel, and what is loaded into one device's context must not be launched on another. There it is read
     from Triton's cache at its first launch.
-    In Triton's interpreter it does nothing.
+    In Triton's interpreter, and without Triton, it does nothing.
     """
 
     def __init__(self) -> None:
@@ -77,7 +77,7 @@ class Warmup:
     @contextmanager
     def launches(self) -> Iterator[None]:
         """Inside, once, Triton launches of this context compile instead of running."""
-        if interpreted():
+        if interpreted() or not triton_installed():
             yield
             return
         compiling = import_module(COMPILERS)

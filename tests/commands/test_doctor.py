@@ -108,6 +108,9 @@ def test_kernels_beside_their_references(monkeypatch):
     row = doctor.examine_case(dataclasses.replace(rms_norm, kernel="accel_kernels.norm.rms_norm:reference"), case, here)
     assert row["outcome"] == "agrees" and row["us"] == row["reference_us"] == 500.0
 
+    def short(*args, **more):
+        raise torch.OutOfMemoryError
+
     def outcome(kernel, supports=lambda *_, **__: None):
         op = dataclasses.replace(rms_norm, supports=supports)
         vars(op)["triton"] = kernel
@@ -116,3 +119,4 @@ def test_kernels_beside_their_references(monkeypatch):
     assert outcome(lambda x, *_, **__: (1.1 * x, x)) == "differs"
     assert outcome(None, lambda *_, **__: "too wide") == "too wide"
     assert outcome(lambda *_, **__: 1 / 0).startswith("failed: ZeroDivisionError")
+    assert outcome(short) == doctor.NO_MEMORY

@@ -1,16 +1,17 @@
 """Kernels that are refused, and those that check themselves: on made-up GPUs, with errors as Triton raises them."""
 
 import dataclasses
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 from accel_kernels import rms_norm, selective_scan
-from accel_kernels.device import Card, replayed
+from accel_kernels.device import Card, replayed, triton_installed
 from accel_kernels.errors import KernelRefused
 from accel_kernels.op import Op
 from accel_kernels.self_check import AGREES, UNCHECKED, kind_of
-from accel_kernels.warmup import launch
+from accel_kernels.warmup import Warmup, launch
 
 import accel
 from support.llm.families import make
@@ -70,6 +71,20 @@ def test_a_refused_kernel_leaves_the_call_to_the_reference(error):
     with pytest.raises(KernelRefused):  # another configuration is tried by itself
         launch(kernel, (1,), torch.ones(2), num_warps=8)
     assert kernel.launches == 2
+
+
+def test_without_triton_the_reference_runs(monkeypatch):
+    """As on Windows."""
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.delitem(sys.modules, "accel_kernels.norm.rms_norm_triton", raising=False)
+    op, x = dataclasses.replace(rms_norm), torch.randn(2, 8)
+    assert torch.equal(op._on_gpu(x, torch.ones(8), 1e-6)[0], rms_norm.reference(x, torch.ones(8), 1e-6)[0])
+    (told,) = op.outcomes.rows()
+    assert told.startswith("rms_norm was refused: ModuleNotFoundError") and "triton" in told
+    triton_installed.cache_clear()
+    with Warmup().launches():
+        assert not Card("made up", (8, 6), 28, 99 * 1024).features
+    triton_installed.cache_clear()
 
 
 @pytest.mark.parametrize("error", OTHERS, ids=str)
