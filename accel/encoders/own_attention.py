@@ -26,9 +26,7 @@ class OwnAttention(FastForward):
     beneath = True
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        if not INSIDE.get():
-            return self.stock(*args, **kwargs)
-        return self.fast(*args, **kwargs)
+        return (self.fast if INSIDE.get() else self.stock)(*args, **kwargs)
 
     def fast(self, *args: Any, **kwargs: Any) -> Any:
         with FusedProducts():

@@ -122,8 +122,9 @@ def seen_by_query(layer: LayerRecord, attended: Attended, bias: object, seen: Se
                 if torch.equal(content, position):
                     raise NotUnderstood("what it adds to queries for keys and for distances are the same numbers")
                 attended.query, before = plain, layer.name(layer.attention)
-                named = {"content": f"{before}.{u}", "position": f"{before}.{v}"}
-                return Relative(layer.name(call.module), keyword=keyword, **named)
+                return Relative(
+                    layer.name(call.module), keyword=keyword, content=f"{before}.{u}", position=f"{before}.{v}"
+                )
     return None
 
 

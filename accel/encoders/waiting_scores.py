@@ -16,25 +16,9 @@ PRODUCTS = {torch.matmul, torch.bmm, torch.Tensor.matmul, torch.Tensor.bmm, torc
 SOFTMAXES = {torch.softmax, F.softmax, torch.Tensor.softmax}
 FACTS = {"shape", "dtype", "device", "ndim", "is_cuda", "requires_grad", "size", "dim", "numel", "__len__"}
 SUMS = {"add": 1, "iadd": 1, "radd": 1, "sub": -1, "isub": -1}
-INPLACE = {
-    "__setitem__",
-    "__iadd__",
-    "__isub__",
-    "__imul__",
-    "__itruediv__",
-    "__idiv__",
-    "__ipow__",
-    "__iand__",
-    "__ior__",
-}
+INPLACE = {"__setitem__", *(f"__i{one}__" for one in ("add", "sub", "mul", "truediv", "div", "pow", "and", "or"))}
 VIEWS = {"view", "reshape", "unsqueeze", "squeeze", "flatten", "unflatten", "view_as"}
-CASTS = {
-    "float": torch.float32,
-    "half": torch.float16,
-    "bfloat16": torch.bfloat16,
-    **dict.fromkeys(("type_as", "type", "to")),
-}
-LIKE = {"expand_as": lambda one, like: one.expand(like.shape), "type_as": lambda one, like: one.to(like.dtype)}
+CASTS = {"float": torch.float32, **dict.fromkeys(("to", "type", "type_as"))}
 
 
 class WaitingScores(torch.Tensor):
@@ -94,12 +78,9 @@ class WaitingScores(torch.Tensor):
         name, inplace = name.strip("_"), name in INPLACE or (name.endswith("_") and not name.endswith("__"))
         if name in ("add", "radd", "mul", "rmul") and len(args) == 2 and not isinstance(args[0], cls):
             args = args[::-1]
-        if func in (torch.einsum, torch.where) and len(args) == 3:
-            equation, one, *rest = args
-        else:
-            equation, (one, *rest) = "", args or (None,)
+        first, one, *rest = args if func in (torch.einsum, torch.where) and len(args) == 3 else ("", *(args or (None,)))
         if isinstance(one, cls) and (one.made is None or one.source.patient):
-            found = one.waiting(func, name, rest, kwargs, equation)
+            found = one.waiting(func, name, rest, kwargs, first)
             if found is not None and not inplace:
                 return found
             if found is not None and not one.viewed and (found.shape, found.dtype) == (one.shape, one.dtype):
@@ -109,8 +90,8 @@ class WaitingScores(torch.Tensor):
             if one.viewed:
                 raise Unfit("scores are changed in place that are seen elsewhere")
             one.source = FusedProducts()  # its numbers are more than what waits
-        if len(args) == 2 and isinstance(args[1], cls) and name in LIKE:
-            return LIKE[name](*args)
+        if name == "expand_as" and not isinstance(one, cls):
+            return one.expand(args[1].shape)
         return func(*all_computed(args), **all_computed(kwargs))
 
     @classmethod
@@ -130,23 +111,16 @@ class WaitingScores(torch.Tensor):
             dim = args[0] if args else kwargs.get("dim")
             fits = not self.shares and dim in (-1, self.dim() - 1) and self.shape[-1] == self.base[-1]
             return self.but(dtype=kwargs.get("dtype"), shares=True) if fits else None
-        if name in VIEWS:
+        if name in VIEWS or name in ("contiguous", "clone"):
             return self.seen_as(func(torch.empty(self.shape, device="meta"), *args, **kwargs).shape)
-        if name in ("contiguous", "clone"):
-            return self.seen_as()
         if name in CASTS:
             like = args[0] if args else kwargs.get("dtype", CASTS.get(name))
-            dtype = like.dtype if isinstance(like, torch.Tensor) and like.device == self.device else like
-            if not isinstance(dtype, torch.dtype) or len(args) + len(kwargs) > 1:
-                return None
-            return self.seen_as(dtype=dtype) if torch.promote_types(dtype, self.left.dtype) == dtype else None
-        if kwargs or (self.shares and not self.source.patient):
-            return None
+            dtype: Any = like.dtype if isinstance(like, torch.Tensor) and like.device == self.device else like
+            fits = isinstance(dtype, torch.dtype) and len(args) + len(kwargs) < 2
+            return self.seen_as(dtype=dtype) if fits and torch.promote_types(dtype, self.left.dtype) == dtype else None
         if name == "masked_fill" and len(args) == 2:
             return self.hidden(*args)
-        if self.shares:
-            return None
-        if len(args) != 1:
+        if self.shares or kwargs or len(args) != 1:
             return None
         if name in ("mul", "imul", "rmul"):
             return self.times(args[0])
@@ -169,12 +143,11 @@ class WaitingScores(torch.Tensor):
 
     def hidden(self, mask: Any, value: Any) -> "WaitingScores | None":
         """With a value in the place of those that a mask shows, which is so low that it may as well be added."""
-        if self.source.patient:
-            value = float(value)
-            if not bool(mask.any()):
-                return self.but()
-        low = isinstance(value, float) and value < torch.finfo(self.dtype).min / 2 and not self.shares
-        if not low or not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool:
+        if self.source.patient and not bool(mask.any()):
+            return self.but()
+        value = float(value) if self.source.patient else value
+        low = isinstance(value, float) and value < torch.finfo(self.dtype).min / 2
+        if not low or self.shares or not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool:
             return None
         return self.plus(torch.zeros_like(mask, dtype=self.dtype).masked_fill(mask, value))
 
@@ -249,21 +222,17 @@ def as_product(equation: str, left: torch.Tensor, right: torch.Tensor) -> tuple[
     """How an einsum is a product of (..., I, K) and (..., K, J): the order of dimensions of both, and of what that
     gives. None for another.
     """
-    given, _, wanted = equation.replace(" ", "").partition("->")
-    sides = given.split(",")
-    if len(sides) != 2 or not wanted:
-        return None
-    capitals = "ZYXWV"[: left.dim() - len(sides[0].replace("...", ""))] if "..." in wanted else ""
-    a, b, made = (one.replace("...", capitals) for one in (*sides, wanted))
+    sides = equation.replace(" ", "").replace("->", ",").split(",")
+    more = left.dim() - len(sides[0].replace("...", ""))  # in the place of the dots
+    a, b, made, *_ = (*(one.replace("...", "ZYXWV"[:more]) for one in sides), "")
     both, inner = [one for one in a if one in b and one in made], [one for one in a if one in b and one not in made]
-    rows, columns = ([one for one in x if one not in y] for x, y in ((a, b), (b, a)))
-    if not len(inner) == len(rows) == len(columns) == 1 or (len(a), len(b)) != (left.dim(), right.dim()):
+    order = [*both, *(one for one in a if one not in b), *(one for one in b if one not in a)]
+    alike = (len({*a}), len({*b}), len(inner), sorted(made)) == (left.dim(), right.dim(), 1, sorted(order))
+    if not alike or not len(a) == len(b) == len(order) == len(both) + 2:
         return None
-    if len({*a}) < len(a) or len({*b}) < len(b) or sorted(made) != sorted(both + rows + columns):
-        return None
-    order = both + rows + columns
-    orders = both + rows + inner, both + inner + columns
-    return [a.index(one) for one in orders[0]], [b.index(one) for one in orders[1]], [order.index(one) for one in made]
+    orders = (a, [*order[:-1], *inner]), (b, [*both, *inner, order[-1]]), (order, made)
+    first, second, whole = ([*map(given.index, wanted)] for given, wanted in orders)
+    return first, second, whole
 
 
 class Seen(NamedTuple):
