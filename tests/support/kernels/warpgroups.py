@@ -56,6 +56,7 @@ for _name in _OPERATORS.split():
     setattr(Array, f"__{_name}__", _operator(f"__{_name}__"))
 Array.__neg__ = lambda self: Array(-self.data)
 Array.__invert__ = lambda self: Array(~self.data)
+Array.__xor__ = lambda self, bits: Array(self.data.astype(np.int64) ^ bits)
 Array.__hash__ = None
 
 
@@ -70,6 +71,10 @@ class Pointer:
 
     def __add__(self, more):
         return Pointer(self.memory, self.offsets + plain(more))
+
+    def to(self, dtype):
+        """Of bytes, to words of them."""
+        return Pointer(self.memory.astype(np.uint8).view(np.uint32).astype(np.int64), self.offsets // 4)
 
 
 class Ring:

@@ -31,7 +31,7 @@ def affine_values(weight: BlockWeight) -> torch.Tensor:
     return groups * scale + zero
 
 
-INT4_AFFINE = WeightFormat("int4-affine", PIECE, PIECE // 2, affine_values)
+INT4_AFFINE = WeightFormat("int4-affine", PIECE, PIECE // 2, affine_values, source="affine")
 
 
 def affine_case(full: torch.Tensor, group: int = 32) -> BlockWeight:

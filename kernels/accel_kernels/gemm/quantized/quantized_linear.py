@@ -124,8 +124,8 @@ def _codebook(name, rows, k, n, format="nf4", size=64, *, nested=False, **more):
     return product_case(name, (rows, k), n, weight=lambda full: codebook_case(full, format, size, nested), **more)
 
 
-def _affine(name, rows, k, n, **more):
-    return product_case(name, (rows, k), n, weight=lambda full: affine_case(full, 96), **more)
+def _affine(name, rows, k, n, group=96, **more):
+    return product_case(name, (rows, k), n, weight=lambda full: affine_case(full, group), **more)
 
 
 def _ggml(name, rows, k, n, format, compute=torch.float32, **more):
@@ -205,6 +205,9 @@ CASES = (
     _ggml("q8_0-half-rows-16", 16, 96, 35, "Q8_0", torch.float16, bias=True, activation="gelu_tanh", small=True),
     _affine("int4-affine", 1, 192, 37, norm="rms", residual=True, small=True),
     _affine("int4-affine-rows-3-gate", 3, 96, 21, gate=True, activation="silu", bias=True, small=True),
+    _affine("int4-affine-128-gate", 1, 1280, 21, 128, norm="rms", gate=True, activation="silu"),
+    _affine("int4-affine-64-rows-11-gate", 11, 768, 77, 64, gate=True, activation="silu", bias=True),
+    _affine("int4-affine-256-rows-2", 2, 5120, 71, 256, residual=True),
     _codebook("nf4", 1, 96, 37, size=32, small=True),
     _codebook("fp4-rms", 1, 192, 21, "fp4", norm="rms", residual=True, scale=0.5, small=True),
     _codebook("nf4-nested-gate-bias", 1, 1088, 13, nested=True, norm="gemma", gate=True, bias=True, activation="silu",

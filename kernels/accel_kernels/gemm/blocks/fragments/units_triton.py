@@ -4,6 +4,7 @@ A set is 512 columns of a row, two spans of four units. A unit is 64 columns, of
 multiply. Columns of a unit with one scale are one product, a part. SOURCE, a name of a format's own, says how:
 
 - "table": places in a table of 16, two to a byte, one scale to a unit;
+- "affine": 4-bit numbers in order, a scale and what is added to a unit, which lie in tensors of their own;
 - "runs": 32 bytes of 4-bit numbers, the lower halves before the upper ones, with a scale and a minimum each;
 - "bytes": two blocks of 32 bytes and a scale before them;
 - "sixes": 4 bits and 2 bits of numbers with a scale to 16.
@@ -17,9 +18,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from accel_kernels.gemm.blocks.ggml_triton import ggml_format
-from accel_kernels.gemm.quantized.operands.mma_operands_triton import places
+from accel_kernels.gemm.quantized.operands.mma_operands_triton import places, unpacked, x_factor
 
 UNIT, SPAN, SET = gl.constexpr(64), gl.constexpr(256), gl.constexpr(512)
+SIGNS = gl.constexpr(0x88888888 - (1 << 32))  # of eight numbers: turned, these are 8 larger
 ADDRESS = gl.constexpr("{\n.shared .align 128 .b8 pairs[32768];\nmov.u32 $0, pairs;\n}")
 PUT = gl.constexpr("st.shared.b32 [$1], $2;\nmov.b32 $0, $1;")
 AFTER_ALL = gl.constexpr("bar.sync 0;\nmov.b32 $0, $1;")
@@ -28,7 +30,7 @@ AFTER_ALL = gl.constexpr("bar.sync 0;\nmov.b32 $0, $1;")
 @constexpr_function
 def unit_parts(source):
     """Products of a unit, each of as many columns."""
-    return {"table": 1, "runs": 2, "bytes": 2, "sixes": 4}[source]
+    return {"table": 1, "affine": 1, "runs": 2, "bytes": 2, "sixes": 4}[source]
 
 
 @constexpr_function
@@ -112,7 +114,7 @@ def unit_words(ptr, row, span, word, inside, STEP: gl.constexpr, K: gl.constexpr
     """What unit STEP of a set needs of half of the rows, tensors (S, H, 8). span: the first of the set. word: 0 to 7,
     two of each thread.
     """
-    if SOURCE == "table":
+    if SOURCE == "table" or SOURCE == "affine":
         return (_load(ptr, row * (K // 8) + span * 32 + word + STEP * 8, inside),)
     elif SOURCE == "runs":
         F: gl.constexpr = ggml_format(FORMAT)
@@ -182,6 +184,8 @@ def unit_factors(words, high, table, bank, STEP: gl.constexpr, DTYPE: gl.constex
         # Thread, word, number of a register, half of the instruction's columns, instruction of the word.
         w = gl.join(lower, upper).reshape([S, N, 4, 2, 2, 2, 2]).permute((0, 1, 3, 6, 5, 2, 4))
         return (w.reshape([S, N, 64]).to(DTYPE, bitcast=True),)
+    elif SOURCE == "affine":
+        return (unpacked(words[0] ^ SIGNS, 0, 0, "int4", DTYPE, False, False, True),)
     elif SOURCE == "runs":
         PROGRAM: gl.constexpr = _program(SOURCE, BF16)
         f = gl.inline_asm_elementwise(
@@ -243,7 +247,9 @@ def part_factor(x, SOURCE: gl.constexpr, RIGHT: gl.constexpr):
     S: gl.constexpr = x.shape[0]
     M: gl.constexpr = x.shape[1]
     COLUMNS: gl.constexpr = x.shape[2]
-    if SOURCE == "table":
+    if SOURCE == "affine":
+        return x_factor(x, 2, "int4", False, RIGHT)
+    elif SOURCE == "table":
         x = x.reshape([S, M, 4, 2, 2, 2, 2]).permute((0, 3, 4, 5, 2, 6, 1))
     elif SOURCE == "sixes":
         x = x.reshape([S, M, 4, 2, 2]).permute((0, 3, 2, 4, 1))

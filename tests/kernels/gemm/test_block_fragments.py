@@ -1,0 +1,85 @@
+"""Few rows times weights in blocks on tensor cores."""
+
+from functools import partial
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from accel_kernels import Norm
+from accel_kernels.gemm import epilogue_triton as epilogue
+from accel_kernels.gemm.blocks import block_linear_triton as blocks
+from accel_kernels.gemm.blocks.affine import INT4_AFFINE, affine_case
+from accel_kernels.gemm.blocks.fragments import block_gemv_mma_triton as gemv
+from accel_kernels.gemm.blocks.fragments import block_scales_triton as scales
+from accel_kernels.gemm.blocks.fragments import block_skinny_mma_triton as skinny
+from accel_kernels.gemm.blocks.fragments import units_triton as units
+from accel_kernels.gemm.quantized import write_triton as quantized_write
+from accel_kernels.gemm.quantized.gemv_mma_triton import GemvTile
+from accel_kernels.gemm.quantized.operands import mma_operands_triton as fragments
+from accel_kernels.gemm.quantized.quantized_linear import quantized_linear
+
+from support.kernels.numbers import numbers_of
+from support.kernels.warpgroups import Array, Gluon, launching, rebuilt
+
+
+def device(kernel):
+    machine = Gluon(True)
+    wait = SimpleNamespace(gdc_wait=lambda: None, gdc_launch_dependents=lambda: None)
+    names = rebuilt(
+        (fragments, epilogue, quantized_write, units, scales, gemv, skinny), gl=machine, mma_v2=machine.mma_v2,
+        zero_point=lambda *_: 136, pairs=numbers_of("int4", False, 136), tl=machine.triton(wait),
+        range=lambda *to: map(Array, range(*map(int, to))), UNIT=64, SPAN=256, SET=512, SIGNS=0x88888888,
+        _of_unit=lambda values, unit, rows, layout: Array(values.data[:, :, unit, None].repeat(rows, 2)),
+        activate=lambda y, kind: Array(np.maximum(y.data, 0)) if kind == "relu" else y,
+        **dict.fromkeys(("words_layout", "x_layout", "scales_layout", "squares_layout"), lambda *_: None),
+    )  # fmt: skip
+    return machine, names[kernel]
+
+
+# rows, columns, outputs, group, gate, norm, and warps, units ahead, programs, rows of a block
+CASES = {
+    "a row, rms": (1, 1280, 37, 128, False, "rms", (4, 4, 2)),
+    "a row, gate, groups of 64": (1, 768, 21, 64, True, "gemma", (8, 2, 1)),
+    "a row, one group": (1, 512, 40, 512, False, "none", (1, 4, 1)),
+    "rows": (3, 768, 37, 256, False, "none", (2, 4, 2)),
+    "rows, gate": (11, 512, 45, 128, True, "rms", (4, 4, 1, 32)),
+}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the compiled kernels")
+@pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
+def test_emulated(case, monkeypatch):
+    rows, k, n, group, gate, norm, tile = case
+    generator = torch.Generator().manual_seed(0)
+
+    def rand(*size):
+        return torch.randn(*size, generator=generator).bfloat16()
+
+    weight, up = (affine_case(rand(n, k) * k**-0.5, group) for _ in range(2))
+    norms = {"none": None, "rms": Norm(rand(k), None, 1e-5), "gemma": Norm(rand(k), None, 1e-6, offset=1.0)}
+    more = {"norm": norms[norm], "residual": rand(rows, n), "scale": 0.5, "activation": "relu"}
+    more |= {"up": up, "up_bias": rand(n)} if gate else {}
+    x, bias = rand(rows, k), rand(n)
+    kernel, module = ("block_gemv_mma_kernel", gemv.launch_row.__globals__) if rows == 1 else (
+        "block_skinny_mma_kernel", vars(skinny))  # fmt: skip
+    monkeypatch.setitem(module, "launch", launching(partial(device, kernel)))
+    found = quantized_linear.triton(x, weight, bias, **more, shape=GemvTile(*tile))
+    wide = {name: one.double() if isinstance(one, torch.Tensor) else one for name, one in more.items()}
+    if more["norm"] is not None:
+        wide["norm"] = Norm(*(one.double() if isinstance(one, torch.Tensor) else one for one in more["norm"]))
+    wanted = quantized_linear.reference(x.double(), weight, bias.double(), **wide)
+    theirs = (quantized_linear.reference(x, weight, bias, **more).double() - wanted).abs().max()
+    assert (found.double() - wanted).abs().max() <= 2 * theirs
+
+
+def test_groups_that_units_do_not_fit_are_left_to_other_kernels(monkeypatch):
+    monkeypatch.setattr(blocks, "has", lambda *_: True)
+    monkeypatch.setattr(blocks, "multiprocessors", lambda _: 132)
+    x = torch.randn(1, 768).bfloat16()
+    for group, taken in ((32, False), (64, True), (96, False), (128, True), (192, True), (768, True)):
+        weight = affine_case(torch.randn(64, 768).bfloat16(), group)
+        assert weight.format is INT4_AFFINE and (blocks.by_fragments(x, weight, None, None) is not None) == taken
