@@ -9,6 +9,7 @@ from torch import nn
 
 from accel.libraries.adapters import BASE, DOWN
 
+FLOATS = (torch.float32, torch.bfloat16)
 RANKS = (2, 4, 8, 16, 33, 64, 130)
 
 
@@ -36,7 +37,7 @@ def load(model: Any, draw: random.Random) -> None:
 
 
 def is_base(module: nn.Module) -> bool:
-    return type(module) is nn.Linear or type(module).__name__ == "Conv1D"
+    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
 
 
 def switch(model: Any, draw: random.Random) -> None:
@@ -75,7 +76,7 @@ def train(model: Any, draw: random.Random) -> None:
 
 
 def train_base(model: Any, draw: random.Random) -> None:
-    found = [one for path, one in model.named_parameters() if "lora_" not in path]
+    found = [one for path, one in model.named_parameters() if "lora_" not in path and one.dtype in FLOATS]
     one, factor = draw.choice(found), 1 + draw.uniform(-0.1, 0.1)
     one.data = one.data * factor if draw.random() < 0.5 else one.data.mul_(factor)
 

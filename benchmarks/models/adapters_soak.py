@@ -2,7 +2,8 @@
 
 Adapters are loaded, switched, scaled, merged, trained, saved and unloaded; the model changes its dtype, its memory and
 its weights, is restored and optimized again. Half of the calls read adapters from buffers, as CUDA graphs do, and
-language models answer batches in which each prompt names its adapter.
+language models answer batches in which each prompt names its adapter. Some models hold their weights in a format of
+another library's, or in fewer bits of ours.
 """
 
 import copy
@@ -23,10 +24,12 @@ from torch import nn
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, ContinuousBatchingConfig, GenerationConfig
 
 import accel
+from accel.bench.adapters import linears_of_blocks
+from accel.bench.formats import FORMATS
 from accel.bench.llm.tiny import SPECIAL, VOCABULARY, build_tiny, randomize
 from accel.cuda_graphs.adapter_buffers import AdapterBuffers
 from accel.errors import reason_of
-from benchmarks.models.adapter_changes import CHANGES, adapted, names_of, unload
+from benchmarks.models.adapter_changes import CHANGES, adapted, dtype, names_of, unload
 from benchmarks.models.buffered_calls import buffered
 from benchmarks.models.random_calls import tipped
 from benchmarks.models.tiny_denoisers import DITS, transformer
@@ -61,7 +64,12 @@ ENCODERS = {
 }  # fmt: skip
 TEXT = ("llama", "qwen3", "gemma", "gpt2", "qwen3_moe")
 UNETS = {"sd15": UNET, "sdxl": UNET | XL}
-MODELS = (*UNETS, *DITS, *ENCODERS, *TEXT)
+OURS = ("int8", "int4-g32", "fp8")
+HELD = (
+    "llama nf4", "qwen3 Q8_0", "gemma int8", "qwen3_moe int4-g32", "llama fp8", "gpt2 int8", "flux Q8_0", "pixart nf4",
+    "sdxl Q8_0", "sd15 nf4", "clip Q8_0", "qwen3 nf4",
+)  # fmt: skip
+MODELS = (*UNETS, *DITS, *ENCODERS, *TEXT, *HELD)
 
 
 class Case(NamedTuple):
@@ -87,6 +95,29 @@ def main(
 
 
 def case_of(name: str) -> Case:
+    """name: of a model, and of a format behind a space."""
+    name, _, format = name.partition(" ")
+    model, call = plain_case(name)
+    if format in OURS:
+        accel.quantize(model, format)
+    elif format:
+        FORMATS[format][1](model, linears_of_blocks(model))
+    for one in model.modules():  # bitsandbytes packs 4 bits in another way at a call where a CPU has such products
+        vars(one).update({name: False for name in ("support_avx512bf16_for_cpu",) if name in vars(one)})
+    return Case(model, call)
+
+
+def ggml_blocks(model: nn.Module) -> list[Any]:
+    """Their linears have a dtype of their own, and know no copy."""
+    return [one for one in model.parameters() if type(one).__name__ == "GGUFParameter"]
+
+
+def copied(model: nn.Module) -> nn.Module:
+    made = {id(one): type(one)(one.data.clone(), quant_type=one.quant_type) for one in ggml_blocks(model)}
+    return copy.deepcopy(model, made)
+
+
+def plain_case(name: str) -> Case:
     g = torch.Generator().manual_seed(0)
 
     def rand(*shape: int) -> torch.Tensor:
@@ -138,9 +169,10 @@ class Soak:
     """One model beside its unpatched copy."""
 
     def __init__(self, name: str, draw: random.Random):
-        self.name, self.draw, self.case = name, draw, case_of(name)
+        self.name, self.draw, self.case = name.partition(" ")[0], draw, case_of(name)
         self.stock = self.case.model.requires_grad_(False)
-        self.ours, self.buffers = copy.deepcopy(self.stock), AdapterBuffers()
+        self.ours, self.buffers = copied(self.stock), AdapterBuffers()
+        self.changes = ["restore", *(one for one in CHANGES if one is not dtype or not ggml_blocks(self.stock))]
         self.kinds: Counter[str] = Counter()
         self.wrong: list[str] = []
         self.fallbacks: set[str] = set()
@@ -155,7 +187,7 @@ class Soak:
         began = time.perf_counter()
         sites = sum(status == "patched" for _, _, status, _ in accel.report(self.ours).sites)
         for number in range(changes):
-            kind = self.draw.choice(("restore", *CHANGES))
+            kind = self.draw.choice(self.changes)
             told = kind if isinstance(kind, str) else kind.__name__
             try:
                 self.change(kind)
@@ -217,7 +249,7 @@ class Soak:
         self.kinds["calls by buffers"] += by_buffers and bool(self.buffers.groups)
         half = wanted[0].dtype == torch.bfloat16
         if half:
-            exact = self.case.call(copy.deepcopy(self.stock).float())
+            exact = self.case.call(copied(self.stock).float())
             off, own = (distance(some, exact) for some in (got, wanted))
             most = WORSE * own + ROUNDED * distance(exact)
         else:
@@ -245,7 +277,7 @@ class Soak:
             self.kinds[f"batch refused: {reason_of(error).partition(': its')[0][-40:]}"] += 1
             return
         self.kinds["batches by name"] += 1
-        stock = copy.deepcopy(self.stock)
+        stock = copied(self.stock)
         for one, name, prompt in zip(found.values(), names, prompts, strict=True):
             for layer in adapted(stock):
                 layer.set_adapter([name] if name else [])
