@@ -202,10 +202,10 @@ def _reason(plan: Plan, row: Row) -> str:
     if row.status != "patched" or not isinstance(plan.root, nn.Module):
         return row.reason
     try:
-        forward = vars(plan.root.get_submodule(row.path)).get("forward")
+        forward: Any = vars(plan.root.get_submodule(row.path)).get("forward")
         if row.reason:
-            held: Any = getattr(forward, "held", None)
-            if row.rule == MEMORY and held is not None:
+            held = getattr(forward, "held", None) if row.rule == MEMORY else None
+            if held is not None:
                 return f"{row.reason}; {held.told()}"
             kept = getattr(forward, "kept_bytes", 0)
             return f"{row.reason}; its keys and values keep {kept / 2**20:,.1f} MB" if kept else row.reason

@@ -21,6 +21,13 @@ class Budget:
     host: int | None = None
 
 
+class Measured(NamedTuple):
+    """What calls were seen to need. size: elements of their inputs. nbytes: of memory beside the weights."""
+
+    size: int
+    nbytes: int
+
+
 class WeightSizes(NamedTuple):
     """Bytes of a model's weights. rest: what stays on the card in any case. blocks: the others, in the order called.
 

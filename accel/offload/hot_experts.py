@@ -22,6 +22,7 @@ from accel.patching.fast_forward import FastForward
 
 DECAY = 0.5  # of what was counted before a prompt, and before an exchange
 EVERY = 32  # calls between two exchanges
+SAMPLE = 4096  # numbers of 8 bytes of an expert, from one that is compared to the next
 GAIN = 1.5  # how much hotter an expert is than the one that it replaces
 
 
@@ -61,6 +62,8 @@ class HotExperts:
             piece.put(WeightPlacement.RING, ring.buffers[number % len(ring.buffers)][: piece.nbytes])
             if (seen := self.seen[number]) is not None:
                 piece.put(WeightPlacement.CARD, seen)
+                piece.placement = WeightPlacement.PINNED
+                piece.go(WeightPlacement.CARD, WeightPlacement.HOST)
         weights = [forward.readable() for forward in forwards]  # type: ignore[attr-defined]
         self.experts, steps, layers = weights[0].experts, weights[0].steps(), len(pieces)
         with torch.inference_mode(False):
@@ -73,17 +76,17 @@ class HotExperts:
             self.heat = torch.zeros(layers, self.experts, device=memory.device) if heat is None else heat
             self.one = torch.ones(1, device=memory.device)
             card = torch.zeros(layers, copies, len(steps), dtype=torch.int64)
-        self.stretches: list[list[tuple[int, int]]] = []  # of each layer: where each tensor begins, bytes of an expert
+        self.parts: list[list[tuple[int, int]]] = []  # of each layer: where each tensor begins, bytes of an expert
         self.copied: list[list[torch.Tensor]] = []  # of each: those on the card
         at = 0
         for i, (one, piece, bytes_) in enumerate(zip(weights, pieces, self.seen, strict=True)):
-            self.stretches.append([])
+            self.parts.append([])
             self.copied.append([])
             for column, (tensor, step) in enumerate(zip(one.parts(), steps, strict=True)):
                 if tensor is None:
                     continue
                 start = tensor.data_ptr() - piece.bytes.data_ptr()
-                self.stretches[i].append((start, step))
+                self.parts[i].append((start, step))
                 copied = memory[at : at + copies * step]
                 self.copied[i].append(copied.view(torch.int64).view(copies, step // 8))
                 base = (bytes_ if bytes_ is not None else piece.bytes).data_ptr() + start
@@ -96,7 +99,8 @@ class HotExperts:
         with torch.inference_mode(False), torch.no_grad():
             for i, bytes_ in enumerate(self.seen):
                 self.fill(i, pieces[i].bytes if bytes_ is None else bytes_)
-        self.calls = 0
+        self.calls = self.size = 0
+        self.versions = self._versions()
 
     def let_go(self) -> torch.Tensor:
         """Nothing of the card is held any more. Returns the heat."""
@@ -124,8 +128,7 @@ class HotExperts:
         if not self.copies:
             return
         hot = self._heat()[i].topk(self.copies).indices
-        for (start, step), copied in zip(self.stretches[i], self.copied[i], strict=True):
-            every = source[start : start + self.experts * step].view(torch.int64).view(self.experts, -1)
+        for every, copied in zip(self._each(i, source), self.copied[i], strict=True):
             if every.device == copied.device:
                 torch.index_select(every, 0, hot, out=copied)
             else:  # bytes that the GPU cannot read by itself
@@ -134,11 +137,30 @@ class HotExperts:
         self.places[i].copy_(self.home).index_copy_(0, hot, self.card[i])
         self.spots[i].copy_(self.everyone).index_copy_(0, hot, hot + self.experts)
 
-    def begin_call(self) -> None:
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def begin_call(self, size: int) -> None:
+        """size: of what it is given."""
         self.calls += 1
-        if self.copies and self.calls % EVERY == 0:
-            with torch.inference_mode(False), torch.no_grad():
-                self.exchange()
+        if self.copies and (size > self.size or self._versions() != self.versions) and self.stale():
+            for i, seen in enumerate(self.seen):
+                self.fill(i, self.pieces[i].bytes if seen is None else seen)
+        elif self.copies and self.calls % EVERY == 0:
+            self.exchange()
+        self.size = size
+
+    def stale(self) -> bool:
+        """Whether somebody has changed experts that are on the card too: as autograd counts, or as samples show."""
+        versions, self.versions = self.versions, self._versions()
+        apart = [torch.zeros((), dtype=torch.bool, device=self.heat.device)]
+        for i, seen in enumerate(self.seen):
+            for every, copied in zip(self._each(i, seen), self.copied[i], strict=False):
+                apart.append((every[:, ::SAMPLE][self.slots[i]] != copied[:, ::SAMPLE]).any())
+        return versions != self.versions or bool(torch.stack(apart).any())
+
+    def _versions(self) -> int:
+        tensors = (slot.tensor for piece in self.pieces for slot in piece.layout.slots)
+        return sum(tensor._version for tensor in tensors if not tensor.is_inference())
 
     def exchange(self) -> None:
         """In each layer the hottest expert that is not on the card takes the place of the coldest there, if it pays."""
@@ -148,15 +170,19 @@ class HotExperts:
         old = self.slots[layers, slot]
         new = torch.where(best > GAIN * least + 1, new, old)
         for i, seen in enumerate(self.seen):
-            for (start, step), copied in zip(self.stretches[i], self.copied[i], strict=True):
-                if seen is not None:
-                    every = seen[start : start + self.experts * step].view(torch.int64).view(self.experts, -1)
-                    copied.index_copy_(0, slot[i : i + 1], every.index_select(0, new[i : i + 1]))
+            for every, copied in zip(self._each(i, seen), self.copied[i], strict=False):
+                copied.index_copy_(0, slot[i : i + 1], every.index_select(0, new[i : i + 1]))
         self.places[layers, old], self.spots[layers, old] = self.home[old], old
         self.places[layers, new], self.spots[layers, new] = self.card[layers, slot], new + self.experts
         self.slots[layers, slot] = new
         self.reads.mul_(DECAY)
         self.heat.mul_(DECAY)
+
+    def _each(self, i: int, source: torch.Tensor | None) -> list[torch.Tensor]:
+        """The experts of layer i in each tensor, (experts, numbers of 8 bytes), as these bytes have them, if any."""
+        if source is None:
+            return []
+        return [source[at : at + self.experts * n].view(torch.int64).view(self.experts, -1) for at, n in self.parts[i]]
 
     def _heat(self) -> torch.Tensor:
         return self.heat + self.reads.unflatten(1, (2, -1)).sum(1)
@@ -198,5 +224,5 @@ class LayerExperts:
                 with _disable_current_modes(), torch.no_grad():
                     model.follow(i, index, ring.buffers[i % len(ring.buffers)])
         finally:
-            piece.go(WeightPlacement.CARD)
+            piece.go(WeightPlacement.CARD, WeightPlacement.RING)
             ring.leave(i)

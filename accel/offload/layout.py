@@ -23,7 +23,7 @@ class Slot(NamedTuple):
 
     def lies_in(self, whole: torch.Tensor) -> bool:
         """Whether the tensor is the view of these bytes that the layout makes it."""
-        place = whole.data_ptr() + self.start
+        place = whole.data_ptr() + self.start if self.tensor.numel() else 0
         return form_of(self.tensor) == (place, self.shape, self.stride, self.dtype, whole.device)
 
 
@@ -41,7 +41,7 @@ class Layout:
         last: torch.Tensor | None = None
         seen = {place: i for i, place in reversed(list(enumerate(map(storage_of, tensors))))}
         for tensor in sorted(tensors, key=lambda one: (seen[storage_of(one)], one.data_ptr(), -_span(one))):
-            place, span = tensor.data_ptr(), _span(tensor)
+            place, span = tensor.data_ptr() or storage_of(tensor), _span(tensor)
             together = last is not None and storage_of(tensor) == storage_of(last) and place <= end
             if together and last is not None and last.dtype is not tensor.dtype:
                 if place < end:
@@ -96,9 +96,9 @@ def form_of(tensor: torch.Tensor) -> tuple:
 
 
 def weights_in(model: nn.Module) -> list[torch.Tensor]:
-    """Its parameters and buffers that have numbers, each once."""
+    """Its parameters and buffers, each once."""
     found = (one for m in model.modules() for one in (*m._parameters.values(), *m._buffers.values()))
-    return list({id(tensor): tensor for tensor in found if tensor is not None and tensor.numel()}.values())
+    return list({id(tensor): tensor for tensor in found if tensor is not None}.values())
 
 
 def unmovable(tensors: list[torch.Tensor], device: torch.device = CPU) -> str | None:
@@ -108,8 +108,8 @@ def unmovable(tensors: list[torch.Tensor], device: torch.device = CPU) -> str | 
             return f"a weight of type {type(tensor).__name__}"
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device != device:
             return f"a weight in {tensor.layout} of {tensor.dtype} on {tensor.device}"
-        if tensor.grad is not None or tensor.is_conj() or tensor.is_neg() or not tensor.numel():
-            return "a weight with a gradient, without numbers, or a conjugate or negative view"
+        if tensor.grad is not None or tensor.is_conj() or tensor.is_neg():
+            return "a weight with a gradient, or a conjugate or negative view"
     return None
 
 
@@ -127,5 +127,7 @@ def storage_of(tensor: torch.Tensor) -> int:
 
 def _span(tensor: torch.Tensor) -> int:
     """Bytes from its first element to behind its last."""
+    if not tensor.numel():
+        return 0
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return (last + 1) * tensor.element_size()

@@ -4,15 +4,17 @@ import enum
 
 import torch
 
+from accel.errors import logged
 from accel.offload.layout import Layout, become, form_of, views
 from accel.offload.memory import HostBuffer
 
 
 class WeightPlacement(enum.Enum):
-    """Where weights are: on the GPU; there during their call; on the CPU."""
+    """Where weights are: on the GPU; there during their call; on the CPU, where kernels read them; on the CPU."""
 
     CARD = "card"
     RING = "ring"
+    PINNED = "pinned"
     HOST = "host"
 
 
@@ -42,8 +44,18 @@ class PlacedWeights:
 
     def on_device(self, device: torch.device) -> torch.Tensor | None:
         """Its bytes as kernels read them where they are; None where they cannot."""
-        there = device.type == "cpu" or self.pinned
-        return self.host.on_device(device)[self.start : self.end] if there else None
+        if device.type != "cpu" and not self.pinned:
+            return None
+        try:
+            return self.host.on_device(device)[self.start : self.end]
+        except RuntimeError as error:
+            logged(error)
+            return None
+
+    def row(self, device: torch.device) -> tuple[str, str, str]:
+        """(path, placement, note) for the report."""
+        slow = ", not pinned: copied by the CPU" if device.type == "cuda" and not self.pinned else ""
+        return self.path, self.placement.value, f"{self.nbytes / 1e6:,.1f} MB{slow}"
 
     def intact(self, present: set[int]) -> bool:
         """Whether all its weights are among these, by id, and on the CPU where they were put."""
@@ -76,3 +88,28 @@ class PlacedWeights:
             self.go(WeightPlacement.HOST, WeightPlacement.CARD)
         self.places = {WeightPlacement.HOST: self.places[WeightPlacement.HOST]}
         self.placement = WeightPlacement.HOST
+
+
+def laid_anew(
+    pieces: list[PlacedWeights], kept: list[PlacedWeights], tensors: list[torch.Tensor]
+) -> list[tuple[str, Layout]]:
+    """By path the layouts in the place of pieces that are not kept, and of tensors that are in none, of path ""."""
+    present = {id(one): one for one in tensors}
+    touched = [(piece.path, piece.layout.slots) for piece in pieces if piece not in kept]
+    found = [(path, [slot.tensor for slot in slots if id(slot.tensor) in present]) for path, slots in touched]
+    for piece in pieces:
+        for slot in piece.layout.slots:
+            present.pop(id(slot.tensor), None)
+    return [(path, Layout(held)) for path, held in (*found, ("", list(present.values()))) if held]
+
+
+def where_left(pieces: list[PlacedWeights], tensors: list[torch.Tensor]) -> bool:
+    """Whether these are the weights of the pieces, where they are between two calls."""
+    if {id(tensor) for piece in pieces for tensor, *_ in piece.places[WeightPlacement.HOST]} != set(map(id, tensors)):
+        return False
+    for piece in pieces:
+        moves = piece.placement is WeightPlacement.RING
+        places = piece.places[WeightPlacement.HOST if moves else WeightPlacement.CARD]
+        if any(form_of(tensor) != form for tensor, _, form in places):
+            return False
+    return True

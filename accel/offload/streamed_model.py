@@ -1,10 +1,10 @@
 """One model of which a part lies on the GPU, while its other blocks come there in turns, as they are called."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import accumulate
-from typing import NamedTuple
 
 import torch
 from accel_kernels.capture import stream_of_its_own
@@ -12,24 +12,17 @@ from torch import nn
 
 from accel.errors import Refused
 from accel.offload.blocks import experts_in, pieces
-from accel.offload.budget import BUFFERS, Budget, WeightSizes, check_fits, room_for_weights, streamed_blocks
+from accel.offload.budget import BUFFERS, Budget, Measured, WeightSizes, check_fits, room_for_weights, streamed_blocks
 from accel.offload.call_hooks import elements, hook_blocks, hook_model, unhook
 from accel.offload.hot_experts import HotExperts, stacks_in
-from accel.offload.layout import CPU, Layout, form_of, unmovable, weights_in
+from accel.offload.layout import CPU, unmovable, weights_in
 from accel.offload.memory import PAGE, HostBuffer
-from accel.offload.piece import PlacedWeights, WeightPlacement
+from accel.offload.piece import PlacedWeights, WeightPlacement, laid_anew, where_left
 from accel.offload.placed_model import ROW, PlacedModel, sums
 from accel.offload.ring import Ring
 from accel.patching.fast_forward import FastForward
 
 GRAIN = 8 * ROW  # bytes of which sums are taken
-
-
-class Measured(NamedTuple):
-    """What calls were seen to need. size: elements of their inputs. nbytes: of memory beside the weights."""
-
-    size: int
-    nbytes: int
 
 
 class StreamedModel(PlacedModel):
@@ -76,6 +69,7 @@ class StreamedModel(PlacedModel):
         self.done: torch.cuda.Event | None = None  # the last call, on whatever stream
         self.lock, self.caller = threading.Lock(), 0  # the thread that is in a call
         self.size = 0  # of the call under way
+        self.steps = False  # what the thread that is in a call calls belongs to it
 
     # Coming and going.
 
@@ -117,7 +111,7 @@ class StreamedModel(PlacedModel):
         known = {id(slot.tensor) for piece in kept for slot in piece.layout.slots}
         if kept and known == present:
             return
-        left = self._laid_anew(kept, tensors) if kept else pieces(self.model)
+        left = laid_anew(self.pieces, kept, tensors) if kept else pieces(self.model)
         ends = list(accumulate((layout.nbytes + PAGE for _, layout in left), initial=0))
         host, here = HostBuffer(ends[-1]), left[0][1].slots[0].tensor.device
         others = {id(piece.host): piece.host.pinned_bytes for piece in kept}
@@ -133,15 +127,6 @@ class StreamedModel(PlacedModel):
         blocks = [piece.path for piece in self.pieces if piece.path]
         self.stacks, self.heat = stacks_in(self.model, self.pieces), None
         self.order = list(dict.fromkeys([*(path for path in self.order if path in blocks), *blocks]))
-
-    def _laid_anew(self, kept: list[PlacedWeights], tensors: list[torch.Tensor]) -> list[tuple[str, Layout]]:
-        present = {id(one): one for one in tensors}
-        touched = [(piece.path, piece.layout.slots) for piece in self.pieces if piece not in kept]
-        found = [(path, [slot.tensor for slot in slots if id(slot.tensor) in present]) for path, slots in touched]
-        for piece in self.pieces:
-            for slot in piece.layout.slots:
-                present.pop(id(slot.tensor), None)
-        return [(path, Layout(held)) for path, held in (*found, ("", list(present.values()))) if held]
 
     # Which weights stay.
 
@@ -236,14 +221,42 @@ class StreamedModel(PlacedModel):
 
     # Calls.
 
+    @contextmanager
+    def one_call(self) -> Iterator[None]:
+        """Inside, calls of this thread are steps of one."""
+        self.begin_call(())
+        self.steps = True
+        try:
+            yield
+        finally:
+            self.steps = False
+            self.end_call()
+
+    def next_step(self) -> bool:
+        """Between two steps; returns whether weights lie elsewhere now."""
+        before = self.arena
+        self._place()
+        if self.arena is not before:
+            self._begin()
+        elif self.hot is not None:
+            self.hot.begin_call(self.size)
+        return self.arena is not before
+
+    @property
+    def still(self) -> bool:
+        """Whether no weights move from one call to the next."""
+        return self.arena is not None and all(one.placement is not WeightPlacement.RING for one in self.pieces)
+
     def begin_call(self, given: tuple) -> None:
         thread = threading.get_ident()
+        if self.steps and self.caller == thread:
+            return
         if self.caller != thread:  # else a call of this thread was interrupted
             self.lock.acquire()
             self.caller = thread
         try:
             self.size = elements(given)
-            if self.arena is not None and not self._holds():
+            if self.arena is not None and not where_left(self.pieces, weights_in(self.model)):
                 self.leave()  # somebody has moved or exchanged weights
             if self.arena is not None:
                 self._place()
@@ -262,7 +275,7 @@ class StreamedModel(PlacedModel):
         if self.done is not None:
             torch.cuda.current_stream(self.device).wait_event(self.done)
         if self.hot is not None:
-            self.hot.begin_call()
+            self.hot.begin_call(self.size)
         self.start_run()
         if self.size > self.measured.size:
             if self.device.type == "cuda":
@@ -271,7 +284,7 @@ class StreamedModel(PlacedModel):
 
     def end_call(self) -> None:
         """Also of a call that has raised."""
-        if self.caller != threading.get_ident():
+        if self.caller != threading.get_ident() or self.steps:
             return
         try:
             self.start_run()
@@ -300,18 +313,6 @@ class StreamedModel(PlacedModel):
         if order != self.order:
             self.order, self.streamed = order, None
 
-    def _holds(self) -> bool:
-        """Whether the weights are those that were placed, where they were placed."""
-        known = {id(tensor) for piece in self.pieces for tensor, *_ in piece.places[WeightPlacement.HOST]}
-        if known != set(map(id, weights_in(self.model))):
-            return False
-        for piece in self.pieces:
-            stays = piece.placement is WeightPlacement.CARD
-            places = piece.places[WeightPlacement.CARD if stays else WeightPlacement.HOST]
-            if any(form_of(tensor) != form for tensor, _, form in places):
-                return False
-        return True
-
     def start_run(self) -> None:
         """A run of its forward begins: one of several in a call, while that is timed and captured."""
         if self.ring is not None:
@@ -337,8 +338,4 @@ class StreamedModel(PlacedModel):
 
     def rows(self) -> list[tuple[str, str, str]]:
         """(path, placement, note) for the report."""
-        slow = ", not pinned: copied by the CPU" if self.device.type == "cuda" else ""
-        return [
-            (piece.path, piece.placement.value, f"{piece.nbytes / 1e6:,.1f} MB{'' if piece.pinned else slow}")
-            for piece in self.pieces
-        ]
+        return [piece.row(self.device) for piece in self.pieces]

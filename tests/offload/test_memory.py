@@ -1,11 +1,13 @@
 """`memory=`: blocks that come as they are called, with a piece of the host's memory in the place of a GPU's."""
 
 import copy
+import ctypes
 import threading
 from itertools import pairwise
 
 import pytest
 import torch
+from accel_kernels.moe.weights import PLACE_BYTES
 from accelerate import cpu_offload, dispatch_model
 from diffusers.hooks import apply_group_offloading
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -17,12 +19,15 @@ from accel.diffusion import tiling
 from accel.diffusion.tiling import decodes_within
 from accel.errors import Refused
 from accel.fusion.stacked_linears import stacked_rows
-from accel.offload import budget
+from accel.llm.generation.loop import handover
+from accel.offload import budget, hot_experts
 from accel.offload.blocks import nbytes, sizes_of
 from accel.offload.budget import WeightSizes, predicted_seconds, streamed_blocks
 from accel.offload.call_hooks import streamed_model as streamed
 from accel.offload.ring import Ring, repeated
 from accel.options import bytes_of
+from support.llm.calls import counting_loops
+from support.llm.families import make, padded
 from support.objects.streaming import flux, llama, same, stored, within
 
 pytestmark = pytest.mark.usefixtures("streaming")
@@ -67,6 +72,49 @@ def test_blocks_stream_and_results_are_the_same(make, share):
     same(model, before)
     assert torch.equal(call(model), stock) and len(places) == len(list(model.parameters()))
     assert not any(one._forward_hooks or one._forward_pre_hooks for one in model.modules())
+    assert all(p.untyped_storage().nbytes() == p.nbytes for p in model.parameters())
+
+
+def mixture(name, weights):
+    """Of experts, for a step of two rows too few to be worth streaming all."""
+    changes = {"moe_intermediate_size": 128} if name == "qwen3-moe" else {}
+    model = make(name, num_hidden_layers=4, **changes).eval()
+    ids, mask = padded()
+    call = {"attention_mask": mask, "max_new_tokens": 9, "do_sample": False, "pad_token_id": 0}
+    return accel.optimize(model, weights=weights), lambda model: model.generate(ids, **call)
+
+
+@pytest.mark.parametrize(("name", "weights"), [("qwen3-moe", "int4-g32"), ("mixtral", None)])
+@torch.no_grad()
+def test_the_hottest_experts_are_on_the_card(name, weights, monkeypatch):
+    """And every expert is where the table of places says."""
+    twin, call = mixture(name, weights)
+    model, sizes = accel.restore(copy.deepcopy(twin)), sizes_of(twin)
+    wanted, before = call(twin), stored(model)
+    monkeypatch.setattr(hot_experts, "EVERY", 3)
+    monkeypatch.setattr(handover, "DEVICES", ("cpu",))  # steps one after another, between which nothing moves
+    loops = counting_loops(monkeypatch)
+    accel.optimize(model, weights=weights, memory=sizes.on_card(range(4), 1) + sizes.blocks[0] // 2)
+    inner = stored(model)
+    for _ in range(2):
+        assert torch.equal(call(model), wanted)
+        same(model, inner)
+    held = streamed(model)
+    assert loops[0] == 2 and held.caller == 0 and not held.lock.locked()
+    hot = held.hot
+    assert (held.copies, hot.experts) == (1, 4) and 0 < hot.share() < 1 and not accel.report(model).fallbacks
+    told = [why for _, rule, _, why in accel.report(model).sites if rule == "memory"]
+    assert "1 of 4 experts on the card, " in told[-1]
+    for forward, places, slots in zip(held.stacks.values(), hot.places, hot.slots, strict=True):
+        weights = forward.readable()
+        for part, step, column in zip(weights.parts(), weights.steps(), places.t(), strict=True):
+            for expert, place in enumerate(column.tolist() if part is not None else ()):
+                own = ctypes.string_at(part.data_ptr() + expert * step, step)
+                assert ctypes.string_at(part.data_ptr() + place * PLACE_BYTES, step) == own
+                assert (place * PLACE_BYTES != expert * step) == (expert in slots)
+    accel.restore(model)
+    same(model, before)
+    assert all(one.held is None for one in held.stacks.values())
     assert all(p.untyped_storage().nbytes() == p.nbytes for p in model.parameters())
 
 

@@ -141,15 +141,15 @@ def test_what_shares_memory_or_lies_side_by_side_stays_so():
         assert model.c.bias.data_ptr() == model.a.weight[0, 2].data_ptr()
 
 
-@pytest.mark.parametrize("kind", ["subclass", "gradient", "empty", "dtypes"])
+@pytest.mark.parametrize("kind", ["subclass", "gradient", "conjugate", "dtypes"])
 def test_what_cannot_lie_in_one_run_of_bytes_moves_as_stock_moves_it(kind):
     model = torch.nn.Linear(4, 4)
     if kind == "subclass":
         model.weight = type("Own", (torch.nn.Parameter,), {})(torch.randn(4, 4))
     elif kind == "gradient":
         model.weight.grad = torch.ones(4, 4)
-    elif kind == "empty":
-        model.register_buffer("none", torch.empty(0))
+    elif kind == "conjugate":
+        model.register_buffer("other", torch.ones(2, dtype=torch.complex64).conj())
     else:
         model.register_buffer("seen", model.weight.detach().view(torch.int32))
     placed = place(model)
@@ -216,9 +216,10 @@ def test_half_of_an_autoencoder_keeps_no_graph_while_it_is_offloaded(tiny):
 
 def test_what_moves_one_by_one_gets_no_graph_and_says_why(tiny):
     model = tiny.unet()
-    model.register_buffer("none", torch.empty(0))
+    model.register_buffer("none", torch.empty(0))  # comes along
+    model.register_buffer("other", torch.ones(2, dtype=torch.complex64).conj())
     pipe = Pipe(model)
     switch = hooks.OffloadSwitch(pipe, lambda model, device: None)
     switch()
     run(model, tiny.inputs(model))
-    assert "one by one (offload): a weight with a gradient, without numbers" in obstacle(model)
+    assert "one by one (offload): a weight with a gradient, or a conjugate" in obstacle(model)

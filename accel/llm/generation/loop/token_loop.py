@@ -33,6 +33,7 @@ from accel.llm.kv_cache.cache import store_of
 from accel.llm.kv_cache.pending_step import LatestForward
 from accel.llm.kv_cache.store import Store
 from accel.llm.pipeline.stretch import StretchGraphs
+from accel.offload.call_hooks import streamed_model
 from accel.patching.owner import InstanceMethod
 
 
@@ -84,13 +85,14 @@ AT_ONCE = (transformers.MaxLengthCriteria, transformers.MaxTimeCriteria)
 
 def undisturbed(forward: DecoderForward) -> bool:
     """Whether calling the model only calls the forward: no hooks, loop or settings of others are in between."""
-    model, attributes = forward.module, vars(forward.module)
+    model, attributes, placed = forward.module, vars(forward.module), streamed_model(forward.module)
     return (
         attributes.get("forward") is forward
         and predictable(model, forward.convention.prepared)
         and isinstance(attributes.get(PREPARE), InstanceMethod)  # our hook, which nobody has replaced
         and type(model).__call__ is nn.Module.__call__
         and not (attributes["_forward_pre_hooks"] or attributes["_forward_hooks"])
+        and (placed is None or placed.still)
         and forward.mode() is None
     )
 
@@ -172,10 +174,14 @@ class TokenLoop:
         self.blank = torch.zeros(1, 1, dtype=torch.long, device="cpu")
         self.fused = True  # steps call the forward instead of the model
         self.trusted = 0  # steps to come in which the model is not compared
+        self.placed = streamed_model(self.model)
 
     def run(self) -> torch.Tensor:
-        device = self.first.ids.device
-        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        device, placed = self.first.ids.device, self.placed
+        with (
+            torch.cuda.device(device) if device.type == "cuda" else nullcontext(),
+            nullcontext() if placed is None else placed.one_call(),
+        ):
             try:
                 return self._run(self.first)
             finally:
@@ -240,6 +246,8 @@ class TokenLoop:
     def _logits(self, token: Token) -> torch.Tensor:
         """(rows, 1, vocabulary) for the token behind this one."""
         ids = token.ids
+        if self.placed is not None and self.placed.next_step():
+            self.trusted = 0
         if self.fused:
             positions = None if self.positions is None else self.positions + (ids.shape[1] - self.start + 1)
             logits = next_logits(self.forward, self.store, token.last, positions, self.keep, self.trusted > 0)
