@@ -102,9 +102,9 @@ def bench_memory(
     Random weights; writes JSON. Ends with 1 where one fails.
     """
     from accel.bench import results
+    from accel.bench.budgets import measure_text
     from accel.bench.diffusion.streaming import measure_budgets
     from accel.bench.llm.configs import CONFIGS
-    from accel.bench.llm.within_memory import measure_text
 
     columns = "4 calls, s", "tok/s", "peak GB", "moved GB a call", "ready s", "error", "experts there", "of those read"
     shown = results.new_table("", "model", "", *columns, left=2)
