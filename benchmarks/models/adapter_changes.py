@@ -28,9 +28,10 @@ def load(model: Any, draw: random.Random) -> None:
     found = {path.replace(f".{BASE}", "").rpartition(".")[2] for path, one in model.named_modules() if is_base(one)}
     kinds = sorted(found - {"lm_head"})
     targets = kinds if draw.random() < 0.5 else draw.sample(kinds, max(1, len(kinds) // 2))
+    floats = all(one.is_floating_point() for one in model.parameters())  # of which alone peft has norms for DoRA
     config = LoraConfig(
         r=draw.choice(RANKS), lora_alpha=draw.choice((2, 16)), target_modules=targets, init_lora_weights=False,
-        use_rslora=draw.random() < 0.2, use_dora=draw.random() < 0.05, lora_dropout=draw.choice((0, 0, 0.1)),
+        use_rslora=draw.random() < 0.2, use_dora=draw.random() < 0.05 and floats, lora_dropout=draw.choice((0, 0, 0.1)),
         fan_in_fan_out=any(type(one).__name__ == "Conv1D" for one in model.modules()),
     )  # fmt: skip
     inject_adapter_in_model(config, model, adapter_name=name)

@@ -53,5 +53,5 @@ def test_adapters_of_a_model_change_beside_stock(name, changes):
     soak = import_module("benchmarks.models.adapters_soak").Soak(name, random.Random("a slice"))
     with torch.no_grad():
         told = soak.run(changes)
-    assert not told["wrong"] and (name != "sd3" or not told["fallbacks"]) and told["sites"]
-    assert told["kinds"]["calls by buffers"] > 2 or changes < 12
+    assert not told["wrong"] and told["sites"]
+    assert name != "sd3" or (told["kinds"]["calls by buffers"] > 2 and not told["fallbacks"])

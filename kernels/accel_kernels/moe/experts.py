@@ -132,6 +132,8 @@ CASES = (
     _case("grouped-128", 1000, 8, 2, 384, 520),
     _case("grouped-64-gpt-oss", 300, 8, 2, 520, 360, **GPT_OSS),
     _case("grouped-128-gpt-oss", 1000, 8, 2, 360, 520, **GPT_OSS),
+    _case("grouped-64-int4", 300, 8, 2, 512, 384, quantized=(torch.int32, 64, True)),
+    _case("grouped-128-mxfp4", 1000, 8, 2, 384, 544, **MXFP4),
     _case("mixtral", 1, 8, 2, 4096, 14336),
     _case("qwen3-moe", 4, 128, 8, 2048, 768),
     _case("gpt-oss-20b", 1, 32, 4, 2880, 2880, **GPT_OSS),

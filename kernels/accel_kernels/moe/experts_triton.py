@@ -12,6 +12,7 @@ from accel_kernels.device import Feature, lacks, multiprocessors, programmatic, 
 from accel_kernels.gemm.quantized.dequantize import dequantize
 from accel_kernels.gemm.quantized.operands.unpacking_triton import unpack_mode
 from accel_kernels.gemm.quantized_weight import MXFP4, PackedWeight, Quantized, scale_bits
+from accel_kernels.moe import wgmma_triton
 from accel_kernels.moe.chooser import itemsize_of, likely_way
 from accel_kernels.moe.gemv_triton import expert_down_kernel, expert_up_kernel
 from accel_kernels.moe.grouped_triton import group_kernel, grouped_down_kernel, grouped_up_kernel, shared_sum_kernel
@@ -135,17 +136,22 @@ def _grouped(x, index, shares, weights, tile: Tile):
         tile = TILES["16"]
     chosen, inner, hidden = index.shape[1], weights.inner, weights.hidden
     pairs, many = index.numel(), weights.experts
-    numbers, pdl = pairs // tile.rows + many, programmatic(x.device)
+    by_warpgroups = wgmma_triton.tile_for(x, weights, tile.rows)
+    rows = by_warpgroups.rows if by_warpgroups else tile.rows
+    numbers, pdl = pairs // rows + many, programmatic(x.device)
     order, starts, tiles = (torch.empty(n, device=x.device, dtype=torch.int32) for n in (pairs, many + 1, numbers))
     for block, warps, once in _sorted_by(pairs):
         launch(
-            group_kernel, (many,), index, order, starts, tiles, pairs, many, tile.rows, ONCE=once, BLOCK=block,
+            group_kernel, (many,), index, order, starts, tiles, pairs, many, rows, ONCE=once, BLOCK=block,
             num_warps=warps, **pdl,
         )  # fmt: skip
-    h = torch.empty((pairs, inner), device=x.device, dtype=x.dtype)
     given = torch.empty((pairs, hidden), device=x.device, dtype=x.dtype)
-    grids = [(numbers, cdiv(inner, tile.inner)), (numbers, cdiv(hidden, tile.outputs))]
     groups = (order, starts, tiles)
+    if by_warpgroups is not None:
+        wgmma_triton.grouped(x, groups, weights, given, chosen, by_warpgroups, pdl)
+        return _summed(given, x, index, shares, many)
+    h = torch.empty((pairs, inner), device=x.device, dtype=x.dtype)
+    grids = [(numbers, cdiv(inner, tile.inner)), (numbers, cdiv(hidden, tile.outputs))]
     stages = [_stages(tile, columns, x.device) for columns in (2 * tile.inner, tile.outputs)]
     depth, by_rows, tail = tile.depth * 2 // x.itemsize, weights.by_rows, tile.tail
     if isinstance(weights.down, Quantized):

@@ -9,9 +9,12 @@ from accel_kernels.moe.chooser import ExpertsChooser, possible_ways
 from accel_kernels.moe.experts import CASES, experts
 from accel_kernels.moe.route import Routing, route
 from accel_kernels.moe.tiles import DEQUANTIZED, GEMV, TILES
+from accel_kernels.moe.wgmma_triton import tile_for
 from accel_kernels.trials import Trials
 
 from support.kernels.numbers import assert_scaled_product
+
+WARPGROUPS = ("grouped-64-int4", "grouped-128-mxfp4")  # on Hopper
 
 
 def given(name: str, dtype: torch.dtype = torch.bfloat16) -> tuple:
@@ -19,7 +22,9 @@ def given(name: str, dtype: torch.dtype = torch.bfloat16) -> tuple:
     return args
 
 
-@pytest.mark.parametrize("name", ["several", "grouped-64", "grouped-64-gpt-oss"])
+@pytest.mark.parametrize(
+    "name", ["several", "grouped-64", "grouped-64-gpt-oss", "grouped-64-int4", "grouped-128-mxfp4"]
+)
 def test_one_graph_for_every_routing(name):
     x, index, shares, weights = given(name)
     experts(x, index, shares, weights)
@@ -45,7 +50,13 @@ def test_one_graph_for_every_routing(name):
     ("name", "tile"),
     [
         *((name, GEMV) for name in ("several", "gpt-oss", "transposed", "int8", "int4", "mxfp4")),
-        *(("several", "16"), ("int8", "16"), ("grouped-64", "64"), ("grouped-64", "128/64")),
+        *(
+            ("several", "16"),
+            ("int8", "16"),
+            ("grouped-64", "64"),
+            ("grouped-64", "128/64"),
+            ("grouped-128-mxfp4", "64"),
+        ),
     ],
 )
 def test_no_kernel_sees_choices_of_the_round_before(name, tile):
@@ -81,13 +92,48 @@ def test_every_tile_gives_the_same(name, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", ["int8", "int8-zeros", "int4-zeros", "grouped-int4-rows", "mxfp4", "grouped-mxfp4"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "int8",
+        "int8-zeros",
+        "int4-zeros",
+        "grouped-int4-rows",
+        "mxfp4",
+        "grouped-mxfp4",
+        "grouped-64-int4",
+        "grouped-128-mxfp4",
+    ],
+)
 def test_written_out_first_gives_the_same(name, dtype):
     args = given(name, dtype)
     wanted = experts.reference(*args)
     for tile in (*TILES, *DEQUANTIZED, GEMV):
         error = float((experts.triton(*args, tile=tile) - wanted).abs().max())
         assert error <= 0.02 * float(wanted.abs().max()), tile
+
+
+@pytest.mark.skipif(not has(torch.device("cuda"), Feature.WARPGROUPS), reason="by warpgroups, on Hopper")
+@pytest.mark.parametrize(
+    "name", ["gpt-oss-20b-512-mxfp4", "qwen3-moe-2048-int4", "grouped-64-int4", "grouped-128-mxfp4"]
+)
+@pytest.mark.parametrize("skewed", [False, True])
+def test_products_of_warpgroups_are_as_exact_as_those_of_16_rows(name, skewed):
+    """Many pairs of one expert, few of others and none; two calls give equal bits."""
+    x, index, shares, weights = given(name)
+    if skewed:
+        index[: len(x) // 2, 0], index[-3:, 1] = 0, weights.experts
+    wide = weights._replace(
+        **{n: None if (b := getattr(weights, n)) is None else b.float() for n in weights._fields[-2:]}
+    )
+    wanted = experts.reference(x.float(), index, shares.float(), wide)
+    assert tile_for(x, weights, 64) is not None
+    off = {}
+    for tile in ("16", "64", "128"):
+        found = experts.triton(x, index, shares, weights, tile=tile)
+        off[tile] = float((found.float() - wanted).norm() / wanted.norm())
+        assert torch.equal(found, experts.triton(x, index, shares, weights, tile=tile))
+    assert max(off.values()) <= 1.1 * off["16"] <= 0.005, off
 
 
 def wide(weights):

@@ -89,6 +89,9 @@ class Ring:
     def permute(self, order):
         return Ring(self.data.transpose(order))
 
+    def slice(self, start, length, dim):
+        return Ring(self.data[start : start + length] if dim == 0 else self.data[:, start : start + length])
+
     def load(self, layout):
         return Array(self.data.copy())
 
@@ -120,8 +123,11 @@ class Barrier:
 class Descriptor:
     layout = None
 
+    dtype = "dtype"
+
     def __init__(self, data, box, size):
         self.data, self.box, self.size = data, box, size
+        self.block_type = SimpleNamespace(shape=box, nbytes=box[0] * box[1] * size)
 
 
 class Gluon:
@@ -152,7 +158,7 @@ class Gluon:
         return lambda *args, **more: None
 
     def program_id(self, axis):
-        return Array(self.program)
+        return Array(self.program[axis] if isinstance(self.program, tuple) else self.program)
 
     def triton(self, waiting):
         """What kernels name of `triton.language`. waiting: of `tl.extra.cuda`."""
@@ -166,7 +172,8 @@ class Gluon:
     def load(self, pointer, mask=True, other=0.0, cache_modifier=None, eviction_policy=None):
         mask = np.broadcast_to(plain(mask), np.broadcast_shapes(np.shape(plain(mask)), pointer.offsets.shape))
         at = np.where(mask, pointer.offsets, 0)
-        return Array(np.where(mask, pointer.memory[at].astype(float), other))
+        found = pointer.memory[at]
+        return Array(np.where(mask, found, np.asarray(other, found.dtype)))
 
     def store(self, pointer, value, mask=True):
         offsets, values, mask = np.broadcast_arrays(pointer.offsets, plain(value), plain(mask))
@@ -218,7 +225,7 @@ class Gluon:
         while len(self.pending) > left_over:
             acc, left, right = self.pending.pop(0)
             acc.data += left.data @ right.data
-        return deps[0]
+        return deps if len(deps) > 1 else deps[0]
 
 
 def rebuilt(modules, **instead):
@@ -239,25 +246,25 @@ def launching(device):
     """
 
     def numbers(tensor):
-        if tensor.dtype == torch.int32:
-            return tensor.numpy().astype(np.int64) & 0xFFFFFFFF
-        return tensor.double().numpy()
+        whole = not tensor.is_floating_point()
+        return tensor.numpy().astype(np.int64) if whole else tensor.double().numpy()
 
     def value(given):
         if hasattr(given, "block_shape"):  # a descriptor of a tensor
-            return Descriptor(numbers(given.base), given.block_shape, given.base.itemsize)
+            data = numbers(given.base)
+            return Descriptor(data & 0xFFFFFFFF if data.dtype == int else data, given.block_shape, given.base.itemsize)
         if isinstance(given, tuple):
             return type(given)(*map(value, given))
         return Pointer(numbers(given).reshape(-1)) if isinstance(given, torch.Tensor) else given
 
     def launch(jitted, grid, *args, **flags):
         machine, kernel = device()
-        (machine.programs,) = grid
+        machine.programs = grid[0]
         values = [value(given) for given in args]
         y = jitted.arg_names.index("y_ptr")
         values[y].memory[:] = np.nan
-        for program in range(machine.programs):
-            machine.program = program
+        for program in np.ndindex(*grid):
+            machine.program = program if len(grid) > 1 else program[0]
             kernel(*values, **{name: flag for name, flag in flags.items() if name != "maxnreg"})
         args[y].copy_(torch.from_numpy(values[y].memory).view_as(args[y]))
 

@@ -3,19 +3,9 @@
 import triton
 import triton.language as tl
 
-from accel_kernels.gemm.quantized.operands.unpacking_triton import planes, side_by_side, wide_scale
+from accel_kernels.gemm.quantized.operands.unpacking_triton import _by_place, planes, side_by_side, wide_scale
 
-# Numbers of MXFP4, $8 eight of them, as pairs of bfloat16: bits of 2^-126 of them, times 2^126, times $9 (2^n).
-E2M1_PAIRS = tl.constexpr(
-    "{\n.reg .b32 s, t, large, nothing;\nmov.b32 large, 0x7e807e80;\nmov.b32 nothing, 0x80008000;\n"
-    + "".join(
-        f"shl.b32 s, $8, {12 - 4 * at};\n{'shl' if at < 2 else 'shr'}.b32 t, $8, {(6, 2, 2, 6)[at]};\n"
-        f"and.b32 t, t, 0x01c001c0;\nlop3.b32 t, s, 0x80008000, t, 0xea;\n"
-        f"fma.rn.bf16x2 t, t, large, nothing;\nfma.rn.bf16x2 t, t, $9, nothing;\nmov.b32 {{${at}, ${at + 4}}}, t;\n"
-        for at in range(4)
-    )
-    + "}"
-)
+E2M1_PAIRS = tl.constexpr(_by_place("mxfp4", "bf16", True))
 
 
 @triton.jit

@@ -78,7 +78,19 @@ _FP8_BF16 = f""".reg .f32 f0, f1, f2, f3;
 cvt.rn.bf16x2.f32 p0, f1, f0;
 cvt.rn.bf16x2.f32 p1, f3, f2;"""
 
+# Bits of 2^-126 of a number, times 2^126. A nibble times 0x1040 stands in bits 6 to 9 and again in 12 to 15: its three
+# lower bits are wanted of the one, its sign of the other.
+_E2M1 = """.reg .b32 high, large;
+mov.b32 large, 0x7e807e80;
+shr.u32 high, $8, 8;
+""" + "\n".join(
+    f"and.b32 p{at}, {'$8' if at < 2 else 'high'}, {mask};\nmul.lo.u32 p{at}, p{at}, {by};\n"
+    f"and.b32 p{at}, p{at}, 0x81c081c0;\nfma.rn.bf16x2 p{at}, p{at}, large, nothing;"
+    for at, (mask, by) in enumerate((("0x000f000f", "0x1040"), ("0x00f000f0", "0x104")) * 2)
+)
+
 _BODIES = {
+    ("mxfp4", "bf16"): _E2M1,
     ("int4", "bf16"): _NIBBLES.replace("BASE", "0x43004300"),
     ("int4", "fp16"): _NIBBLES.replace("BASE", "0x64006400"),
     ("int8", "bf16"): _INT8_BF16,
@@ -109,11 +121,11 @@ def _text(format: str, dtype: str, scaled: bool, zeros: bool, raw: bool, results
 
 
 @constexpr_function
-def _by_place(format, dtype):
-    """The numbers themselves, $0 the first of the word."""
-    apart = {"int4": 4, "int8": 2 if dtype == "bf16" else 1}[format]
-    firsts = range(4) if format == "int4" else range(2) if apart == 2 else (0, 2)
-    return _text(format, dtype, False, False, False, tuple(f"${at}, ${at + apart}" for at in firsts))
+def _by_place(format, dtype, scaled=False):
+    """The numbers themselves, or scaled, $0 the first of the word."""
+    apart = {"int4": 4, "mxfp4": 4, "int8": 2 if dtype == "bf16" else 1}[format]
+    firsts = range(4) if apart == 4 else range(2) if apart == 2 else (0, 2)
+    return _text(format, dtype, scaled, False, False, tuple(f"${at}, ${at + apart}" for at in firsts))
 
 
 # Four bytes above the fraction of 2^23, their signs turned: 2^23 + 128 + n.
