@@ -7,7 +7,7 @@ import torch
 
 WHOLE, PART, STOCK, WRONG, NOT_BUILT, ENDED = OUTCOMES = ("whole", "part", "stock", "wrong", "not built", "ended")
 MEANING = {
-    WHOLE: "every layer is fused, and the model's own forward runs them",
+    WHOLE: "every layer is fused, or each attention inside of its own code, and the model's own forward runs them",
     PART: "some layers are fused, between others that run stock; or around attention that does",
     STOCK: "no layer is fused; norms and experts may be",
     WRONG: "it gives other tokens or hidden states than stock, or raises where stock does not",

@@ -268,6 +268,10 @@ class FusedProducts(TorchFunctionMode):
         if func is F.multi_head_attention_forward and kwargs.get("need_weights"):
             self.seen += [] if self.place is None else [Seen(self.place(), self.place())]
             return func(*args, **kwargs | {"need_weights": False})
+        if self.others and func in PRODUCTS:
+            places = {one.untyped_storage().data_ptr() for one in self.others}
+            numbers = (one for one in args if isinstance(one, torch.Tensor) and not isinstance(one, WaitingScores))
+            self.left += any(one.untyped_storage().data_ptr() in places for one in numbers)
         if func in PRODUCTS and not kwargs and not any(isinstance(one, WaitingScores) for one in args):
             pair: Any = args if func is not torch.einsum else None
             if func is torch.einsum and len(args) == 3 and (order := as_product(*args)) is not None:
@@ -290,7 +294,6 @@ class FusedProducts(TorchFunctionMode):
         held = {"left": left, "right": right, "scale": 1.0, "terms": (), "shares": False}
         if self.place is not None:
             held["began"] = self.place(), (left, right), (left._version, right._version)
-            self.left += any(left.data_ptr() == one.data_ptr() for one in self.others)
         shape = *left.shape[:-1], right.shape[-1]
         return WaitingScores.of(shape, left.dtype, held | {"source": self})
 

@@ -12,7 +12,7 @@ import accel
 from accel.encoders.inputs import tensors_of
 from accel.encoders.waiting_scores import FusedProducts, WaitingScores
 from accel.errors import Unfit
-from support.objects.encoders import SIZES, fallbacks, ids_and_mask
+from support.objects.encoders import BART, SIZES, fallbacks, ids_and_mask
 from support.state import assert_same_state, snapshot
 
 XLM = {"vocab_size": 64, "emb_dim": 32, "n_layers": 2, "n_heads": 4, "max_position_embeddings": 40, "pad_index": 2}
@@ -126,6 +126,14 @@ def test_restore_and_copies():
     assert_same(again, stock, ids_and_mask())
     assert not fallbacks(again)
     assert_same_state(snapshot(accel.restore(model)), before)
+
+
+def test_attentions_of_which_some_are_of_another_kind_are_left():
+    """Shares are divided between what is near and what all see."""
+    config = t.PegasusXConfig(**BART, num_global_tokens=2, block_size=4, stagger_local_blocks=False)
+    rows = accel.report(accel.optimize(t.PegasusXModel(config).eval())).sites
+    (row,) = [row for row in rows if row[1] == "encoder" and row[0] == "encoder"]
+    assert row[2] == "skipped"
 
 
 def numbers(*shape, seed=0):
