@@ -281,7 +281,8 @@ class FusedProducts(TorchFunctionMode):
                 return self.begun(*pair)
         made = func(*args, **kwargs)
         if self.place is not None and func in SOFTMAXES and not isinstance(made, WaitingScores):
-            self.others.append(made)
+            axis = kwargs.get("dim", args[1] if len(args) > 1 else -1)
+            self.others += [made] if axis in (-1, made.dim() - 1) else []
         return made
 
     @staticmethod
