@@ -105,16 +105,16 @@ PAIRER = {
 }
 task("text-classification", "abc", lambda: reading("BertForSequenceClassification", num_labels=3))
 task("zero-shot-classification", "abc", lambda: reading("BertForSequenceClassification", num_labels=3), **LABELS)
-task("token-classification", "abc def", lambda: reading("BertForTokenClassification"))
+task("token-classification", "abc def", lambda: reading("DebertaForTokenClassification"))
 task("feature-extraction", "abc", lambda: reading("BertModel"))
-task("fill-mask", "ab [MASK]", lambda: reading("BertForMaskedLM"))
+task("fill-mask", "ab [MASK]", lambda: reading("ConvBertForMaskedLM"))
 task("text-generation", "abc", writing, max_new_tokens=4, do_sample=False)
 task(
     "document-question-answering",
     {"image": None, "question": "abc", "word_boxes": [["de", [1, 2, 3, 4]]]},
     lambda: reading("LayoutLMForQuestionAnswering"),
 )
-task("audio-classification", SOUND, lambda: hearing("Wav2Vec2ForSequenceClassification"))
+task("audio-classification", SOUND, lambda: hearing("WavLMForSequenceClassification"))
 task("image-classification", PICTURE, lambda: seeing("ViTForImageClassification", "ViT"))
 task("image-feature-extraction", PICTURE, lambda: seeing("ViTModel", "ViT"))
 task(
