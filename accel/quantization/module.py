@@ -63,7 +63,7 @@ class QuantizedLinear(nn.Linear):
 
     Where the scheme says so, many input rows are rounded to 8 bits by `products`, if no gradient is needed. What
     calibration fixed are buffers too, or None: input_scale (1,) float32, and input_columns int64, which are never
-    rounded; and so is input_order, the `order` of W.
+    rounded; and so is input_order int32, the `order` of W.
     """
 
     data: torch.Tensor

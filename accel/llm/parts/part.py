@@ -210,10 +210,13 @@ def _product(
     if (activations := weights.module.rounds(before.x)) is not None:
         return rounded_product(weights.module, activations, before, weight, bias, **given)
     if weight.order is not None:
+        inside = before.x.is_cuda and before.x.numel() <= weight.most_rows * before.x.shape[-1]
+        order = weight.order if inside else None  # else columns of x are gathered once for all of one order
         if isinstance(up := given.get("up"), Quantized):
-            given["up"] = up._replace(order=None)
-        x = before.ordered(weights.module, weight)
-        return kernels.quantized_linear(x, weight._replace(order=None), bias, **given)
+            given["up"] = up._replace(order=order)
+        if not inside:
+            x = before.ordered(weights.module, weight)
+            return kernels.quantized_linear(x, weight._replace(order=None), bias, **given)
     # The kernel of a weight that is read as it lies takes the columns of x in another order, and norms in one pass.
     x, norm = before.given(free=before.x.numel() <= weight.most_rows * before.x.shape[-1])
     return kernels.quantized_linear(x, weight, bias, norm=norm, **given)

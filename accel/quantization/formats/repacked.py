@@ -95,7 +95,7 @@ def column_order(group_of: torch.Tensor, groups: int) -> tuple[torch.Tensor | No
     unit = gcd(*sizes.tolist())
     if len(sizes) > groups or (unit % WORD and unit != sizes.max()):
         raise ValueError(f"groups of uneven sizes: {sorted(set(sizes.tolist()))} inputs share a scale")
-    order = group_of.argsort(stable=True)
+    order = group_of.argsort(stable=True).int()
     return None if bool((group_of.diff() >= 0).all()) else order, sizes // unit
 
 

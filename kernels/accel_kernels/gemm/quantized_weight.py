@@ -161,7 +161,7 @@ class Quantized(NamedTuple):
     data: stored elements (N, K / columns of the format): int8, float8_e4m3fn, or int32 of eight 4-bit numbers each,
     the first in the lowest bits, stored plus 8. scales: (N, K / group), in the dtype of the model or float32; of MXFP4
     float8_e8m0fnu. zeros: (N, K / group) int8: the numbers that stand for 0, or None where 0 does. format: how numbers
-    lie in data. order: (K,) int64, which input each column of data multiplies, where these are not in order, as of
+    lie in data. order: (K,) int32, which input each column of data multiplies, where these are not in order, as of
     GPTQ's "act-order"; None where they are.
     """
 
@@ -274,17 +274,20 @@ def _columns(numbers: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
 class PackedWeight(NamedTuple):
     """A weight as kernels take it, its numbers as 32-bit words with scales and zeros in one argument.
 
-    words: int32 (N, K / 4), of 4-bit numbers (N, K / 8); scales, zeros: as of `Quantized`, exponents as uint8. None: no
-    such weight.
+    words: int32 (N, K / 4), of 4-bit numbers (N, K / 8); all else as of `Quantized`, exponents as uint8. None: no such
+    weight.
     """
 
     words: torch.Tensor | None = None
     scales: torch.Tensor | None = None
     zeros: torch.Tensor | None = None
+    order: torch.Tensor | None = None
 
     @classmethod
     def of(cls, weight: Quantized | None) -> "PackedWeight":
-        return cls() if weight is None else cls(weight.data.view(torch.int32), scale_bits(weight), weight.zeros)
+        if weight is None:
+            return cls()
+        return cls(weight.data.view(torch.int32), scale_bits(weight), weight.zeros, weight.order)
 
 
 def scale_bits(weight: Quantized) -> torch.Tensor:

@@ -36,7 +36,7 @@ def device():
     return machine, names["gemv_mma_kernel"]
 
 
-# columns, outputs, group, zeros, gate, norm, and warps, spans ahead, programs
+# columns, outputs, group, zeros, gate, norm, and warps, spans ahead, programs; with zeros, columns in another order
 CASES = {
     "groups of 64, rms": (1024, 70, 64, False, False, "rms", (4, 4, 2)),
     "groups of 64, gate, zeros": (512, 50, 64, True, True, "gemma", (8, 4, 1)),
@@ -58,6 +58,9 @@ def test_emulated(case, monkeypatch):
         return torch.randn(*size, generator=generator).bfloat16()
 
     weight, up = (quantize_weight(rand(n, k) * k**-0.5 + (0.01 if zeros else 0), INT4, group, zeros) for _ in range(2))
+    if zeros:
+        order = torch.randperm(k, generator=generator).int()
+        weight, up = weight._replace(order=order), up._replace(order=order)
     norms = {"none": None, "rms": Norm(rand(k), None, 1e-5), "gemma": Norm(rand(k), None, 1e-6, offset=1.0)}
     norms["layer"] = Norm(rand(k), rand(k), 1e-5, centered=True)
     more = {"norm": norms[norm], "residual": rand(1, n), "scale": 0.5, "activation": "relu"}
@@ -102,7 +105,7 @@ def test_refusals():
 CHECK = """
 import re
 import torch
-from accel_kernels import quantized_linear
+from accel_kernels import Norm, quantized_linear
 from accel_kernels.gemm.quantized.gemv_mma_triton import GemvTile
 from accel_kernels.gemm.quantized.quantized_linear import INT4
 from accel_kernels.gemm.quantized_weight import quantize_weight
@@ -117,6 +120,12 @@ assert launch.name == "gemv_mma_kernel"
 ptx = launch.compiled().asm["ptx"]
 walk = ptx[ptx.index("mma.sync"):ptx.rindex("mma.sync")]
 assert "m16n8k16" in walk and "shared" not in walk and "bar.sync" not in walk
+with absent_gpu(90) as launches:  # nothing runs before them that puts x in order, or norms it
+    weight, norm = weight._replace(order=torch.randperm(1024).int()), Norm(torch.randn(1024).bfloat16(), None, 1e-5)
+    for rows in (1, 4):
+        quantized_linear.triton(torch.randn(rows, 1024).bfloat16(), weight, norm=norm)
+launched = [launch.name for launch in launches]
+assert launched == ["gemv_mma_kernel", "permute_activations_kernel", "skinny_wgmma_kernel"], launched
 # Words by 16 bytes; of the two spans of a warp in a block, and of as many ahead.
 assert len(re.findall(r"ld.global[.a-zA-Z0-9:_]*evict_first[.a-zA-Z0-9:_]*.v4.b32", ptx)) == 2 * 2 * 3
 print("registers")

@@ -219,8 +219,10 @@ def test_arranged(format, norm, dtype):
     x = torch.randn(3, 416).to(dtype)
     given = {"none": None, "rms": Norm(torch.rand(416).to(dtype), None, 1e-5, offset=1.0)}
     given["layer"] = Norm(torch.rand(416).to(dtype), torch.randn(416).to(dtype), 1e-5, centered=True)
-    found, split_counters, sums = permute_activations.permute_activations(x, given[norm], format, 512, 5, 8)
+    order = None if format == "int8" else torch.randperm(416).int()
+    found, split_counters, sums = permute_activations.permute_activations(x, given[norm], format, 512, 5, 8, order)
     wanted = x if norm == "none" else reference(x.double(), given[norm])
+    wanted = wanted if order is None else wanted[:, order]
     column = permute_activations.column_of.fn(
         np.arange(512), format == "int4", format == "fp8" or dtype == torch.float16
     )

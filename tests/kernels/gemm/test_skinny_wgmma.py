@@ -177,6 +177,9 @@ def test_the_call(format, group, gate, x_rows, monkeypatch, as_good_as_torch):
     x, bias = torch.randn(1, rows, k).half(), torch.randn(n).half()
     weight, up = (quantize_weight(torch.randn(n, k).half() * k**-0.5, FORMATS[format], group) for _ in range(2))
     more = {"norm": Norm(torch.rand(k).half(), None, 1e-5), "residual": torch.randn(1, rows, n).half(), "scale": 0.5}
+    if format == "int4":
+        order = torch.randperm(k).int()
+        weight, up = weight._replace(order=order), up._replace(order=order)
     more |= {"activation": "relu"} | ({"up": up, "up_bias": torch.randn(n).half()} if gate else {})
     monkeypatch.setattr(skinny_wgmma, "launch", launching(lambda: device(format, True, False)))
     tile = wgmma_tile.WgmmaTile(64, 4, 3, 2, 3, x_rows)

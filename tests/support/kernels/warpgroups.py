@@ -67,7 +67,7 @@ class Pointer:
         element_ty = "element"
 
     def __init__(self, memory, offsets=0):
-        self.memory, self.offsets = memory, np.asarray(offsets)
+        self.memory, self.offsets = memory, np.asarray(offsets, np.int64)
 
     def __add__(self, more):
         return Pointer(self.memory, self.offsets + plain(more))

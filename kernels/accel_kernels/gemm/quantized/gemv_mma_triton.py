@@ -160,10 +160,13 @@ def gemv_mma_kernel(
     s, z = _scales(weight, up, s_row, s_column, first, blocks, n, K, GROUPS, GATE)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     x_share, x_row, column = places(num_warps, 8, COLUMNS, X)
     place = (x_row // PARTS * num_warps + x_share) * COLUMNS + column
     inside = (column // (COLUMNS // PARTS) == x_row % PARTS) & (place < K)
+    if weight.order is not None:
+        place = gl.load(weight.order + place, mask=inside, other=0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     x = gl.load(x_ptr + place, mask=inside, other=0.0)
     rate = 1.0
     if NORM == "rms":
@@ -198,12 +201,12 @@ def takes(norm, dtype: torch.dtype) -> bool:
     return not norm.centered and norm.bias is None and dtype == torch.bfloat16
 
 
-def gemv_tile(n: int, k: int, group: int, gate: bool, processors: int) -> GemvTile | None:
-    """As measured on an H200: 16 warps to a multiprocessor, in as many programs as there are blocks for; None where no
-    program's warps hold x in one factor each.
+def gemv_tile(n: int, k: int, group: int, gate: bool, processors: int, ordered: bool = False) -> GemvTile | None:
+    """As measured on an H200: 16 warps to a multiprocessor, in as many programs as there are blocks for, in one where
+    each has to put x in order; None where no program's warps hold x in one factor each.
     """
     blocks = triton.cdiv(n, 8 if gate else 16)
-    for warps in (4, 8, 16):
+    for warps in (16,) if ordered else (4, 8, 16):
         enough = warps == 16 or blocks > 16 // warps // 2 * processors
         if enough and steps_of(k, warps) * parts_of(k, k // group) <= 8:
             return GemvTile(warps, 4, 16 // warps)

@@ -19,7 +19,7 @@ from accel_kernels.gemm.quantized.dequantize import dequantize
 from accel_kernels.gemm.quantized_weight import Quantized, quantize_weight
 from accel_kernels.norm import norm as norms
 from accel_kernels.norm.norm import norm_reason, norm_weights
-from accel_kernels.op import dtype_reason, make_op
+from accel_kernels.op import Case, dtype_reason, make_op
 from accel_kernels.product_cases import product_case
 
 CPU_ROWS = 32  # beyond, a CPU is faster with the weight written out
@@ -56,6 +56,7 @@ def _multiplies_bytes(x: torch.Tensor, weight: Any) -> bool:
     """Symmetric int8 by row; float32 and float16 are slower there, and float32 scales are read as bfloat16."""
     return (
         weight.format.name == "int8"
+        and weight.order is None
         and x.device.type == weight.data.device.type == "cpu"
         and x.dtype == weight.scales.dtype == torch.bfloat16
         and weight.zeros is None
@@ -102,7 +103,10 @@ def supports(x, weight, bias=None, *, norm=None, **after) -> str | None:
         return reason
     if x.shape[-1] != weight.shape[1]:
         return f"not of {weight.shape[1]} inputs"
+    if up is not None and ours and up.order is not weight.order:
+        return "a gate whose columns lie in another order"
     for one in epilogue.weights(weight):
+        one = one._replace(order=None) if ours else one
         if (reason := one.reason() or float8_reason(one.data.device, one.data.dtype)) is not None:
             return reason
     if not x.is_contiguous() or x.data_ptr() % 8:
@@ -130,6 +134,16 @@ def _affine(name, rows, k, n, group=96, **more):
 
 def _ggml(name, rows, k, n, format, compute=torch.float32, **more):
     return product_case(name, (rows, k), n, weight=lambda full: ggml_case(full, format, compute), **more)
+
+
+def _ordered(case):
+    def make(device, dtype):
+        (x, weight, bias), more = case.make(device, dtype)
+        order = torch.randperm(x.shape[-1], generator=torch.Generator().manual_seed(0), device="cpu").int().to(device)
+        more |= {"up": more["up"]._replace(order=order)} if "up" in more else {}
+        return (x, weight._replace(order=order), bias), more
+
+    return Case(f"{case.name}-order", make, case.small)
 
 
 LLAMA = (
@@ -186,6 +200,11 @@ CASES = (
     _case("fp8-rows-5-128", 5, 256, 37, FP8, 128, norm="rms", residual=True, small=True),
     _case("fp8-rows-66-128", 66, 256, 35, FP8, 128, bias=True, small=True),
     _case("fp8-rows-9", 9, 96, 35, FP8, norm="layer", gate=True, activation="silu", small=True),
+    _ordered(_case("int4-odd-gate", 1, 136, 33, norm="rms", gate=True, bias=True, activation="silu", small=True)),
+    _ordered(_case("int8-rows-9", 9, 192, 35, INT8, norm="layer", residual=True, small=True)),
+    _ordered(_case("int4-rows-5-64-gate", 5, 1280, 83, INT4, 64, norm="rms", gate=True, activation="silu")),
+    _ordered(_case("int4-rows-12-128-zeros", 12, 512, 50, INT4, 128, zeros=True, norm="layer", residual=True)),
+    *(_ordered(_case(f"llama-{name}-int4", 1, k, n, INT4, 128, **more)) for name, k, n, more in LLAMA),
     *(
         _case(f"llama-{name}-{label}-{rows}", rows, k, n, kind, group, **more)
         for label, kind, group in (("int8", INT8, 0), ("int4", INT4, 128), ("fp8", FP8, 0))

@@ -6,7 +6,7 @@ from accel_kernels.device import Feature, has, multiprocessors, on_tensor_cores
 from accel_kernels.gemm.blocks.block_linear_triton import BLOCK_DISPATCH
 from accel_kernels.gemm.blocks.block_weight import BlockWeight
 from accel_kernels.gemm.epilogue import Epilogue
-from accel_kernels.gemm.fused_linear import MOST_ROWS
+from accel_kernels.gemm.fused_linear import MOST_ROWS, apply_norm
 from accel_kernels.gemm.fused_linear_triton import Shape
 from accel_kernels.gemm.quantized.gemv_mma_triton import GemvTile, gemv_mma, gemv_tile, takes
 from accel_kernels.gemm.quantized.gemv_mma_triton import refusal as gemv_refusal
@@ -16,6 +16,7 @@ from accel_kernels.gemm.quantized.skinny_mma_triton import Tile, columns, skinny
 from accel_kernels.gemm.quantized.skinny_triton import quantized_skinny
 from accel_kernels.gemm.quantized.skinny_wgmma_triton import refusal, skinny_wgmma
 from accel_kernels.gemm.quantized.tile_triton import BROAD_TILES, WgmmaTile, wgmma_tile
+from accel_kernels.gemm.quantized_weight import Quantized
 from accel_kernels.sizes import power_of_two
 
 FEW_WEIGHTS = 1 << 24  # of a product that is over before a second pass pays
@@ -32,6 +33,9 @@ def quantized_linear(x, weight, bias=None, *, norm=None, shape=None, **after):
     for kind, choose, run in BLOCK_DISPATCH if isinstance(weight, BlockWeight) else DISPATCH:
         tile = choose(x, weight, norm, epilogue.up) if shape is None else shape if isinstance(shape, kind) else None
         if tile is not None:
+            if isinstance(weight, Quantized) and weight.order is not None and kind not in IN_ORDER:
+                x = (x if norm is None else apply_norm(x, norm)).index_select(-1, weight.order)
+                norm, weight = None, weight._replace(order=None)
             run(x, weight, norm, epilogue, tile, y)
             return y
     raise ValueError(f"{shape!r} is a tile of no kernel")
@@ -40,11 +44,12 @@ def quantized_linear(x, weight, bias=None, *, norm=None, shape=None, **after):
 def by_gemv_mma(x, weight, norm, up) -> GemvTile | None:
     """The tile for `gemv_mma`, or None where it cannot take these or is slower; as measured, H200."""
     n, k = weight.shape
-    if not has(x.device, Feature.WIDE_PRODUCTS) or n * k <= SMALL or weight.group < 64:
+    ordered = weight.order is not None  # other kernels of one row need x put in order before
+    if not has(x.device, Feature.WIDE_PRODUCTS) or weight.group < 64 or gemv_refusal(x, weight, up) is not None:
         return None
-    if gemv_refusal(x, weight, up) is not None or not (norm is None or takes(norm, x.dtype)):
+    if not ordered and (n * k <= SMALL or not (norm is None or takes(norm, x.dtype))):
         return None
-    return gemv_tile(n, k, weight.group, up is not None, multiprocessors(x.device))
+    return gemv_tile(n, k, weight.group, up is not None, multiprocessors(x.device), ordered)
 
 
 def by_warpgroups(x, weight, norm, up) -> WgmmaTile | None:
@@ -95,6 +100,8 @@ def one_row_or_few(x, weight, norm, epilogue, shape, y):
     run = quantized_gemv if x.numel() == weight.shape[1] else quantized_skinny
     run(x, weight, norm, epilogue, shape, y)
 
+
+IN_ORDER = (GemvTile, WgmmaTile)  # whose kernels take `Quantized.order`
 
 # Which kernel serves which rows: the kind of its tile, what chooses one or gives None, what launches it; the first that
 # takes a call runs. Each file says what its kernel takes.

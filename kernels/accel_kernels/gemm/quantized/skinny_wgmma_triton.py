@@ -281,7 +281,9 @@ def skinny_wgmma(x, weight, norm, epilogue, tile, y):
     zeros, groups = weight.zeros is not None, weight.scales.shape[1]
     by_sums = post_scale(k, groups, format, zeros, block_m) and (format == "int4" or zeros)
     sum_rows = blocks_m * block_m if by_sums else None
-    placed, split_counters, sums = permute_activations(x, norm, format, boxes * box, tiles * blocks_m, sum_rows)
+    placed, split_counters, sums = permute_activations(
+        x, norm, format, boxes * box, tiles * blocks_m, sum_rows, weight.order
+    )
     other = up if gate else weight
     described = [TensorDescriptor.from_tensor(placed, [block_m, box // 2], _layout(False))] + [
         TensorDescriptor.from_tensor(one.data.detach().view(torch.int32), [half, WORDS], _layout(True))

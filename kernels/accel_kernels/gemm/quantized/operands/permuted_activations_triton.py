@@ -47,8 +47,8 @@ def column_of(place, INT4: tl.constexpr, NEIGHBORS: tl.constexpr):
 # Numbers that differ from product to product are no reason to compile once more.
 @triton.jit(do_not_specialize=("counters", "block_m"))
 def permute_activations_kernel(
-    x_ptr, norm, y_ptr, x_sums_ptr, split_counters_ptr, counters, columns, padded, block_m, NORM: tl.constexpr,
-    INT4: tl.constexpr, NEIGHBORS: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, order_ptr, norm, y_ptr, x_sums_ptr, split_counters_ptr, counters, columns, padded, block_m,
+    NORM: tl.constexpr, INT4: tl.constexpr, NEIGHBORS: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -56,6 +56,8 @@ def permute_activations_kernel(
     place = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     column = column_of(place, INT4, NEIGHBORS)
     mask = column < columns
+    if order_ptr is not None:
+        column = tl.load(order_ptr + column, mask=mask, other=0)
     if norm.weight is not None:
         weight = tl.load(norm.weight + column, mask=mask, other=0.0).to(tl.float32) + norm.offset
     if norm.bias is not None:
@@ -85,8 +87,9 @@ def permute_activations_kernel(
             tl.store(split_counters_ptr + at, tl.zeros((COUNTERS,), tl.int32), mask=at < counters)
 
 
-def permute_activations(x, norm, format: str, padded: int, split_counters: int, block_m: int | None = None):
-    """x (..., K), contiguous, normed where norm is a Norm, as (rows, padded), in the order of the weight's factor.
+def permute_activations(x, norm, format: str, padded: int, split_counters: int, block_m: int | None = None, order=None):
+    """x (..., K), contiguous, normed where norm is a Norm, as (rows, padded), in the order of the weight's factor; order:
+    of the weight's own columns, see `Quantized`.
 
     Zeros stand beyond K. Returns besides: int32 zeros (split_counters,), which so need no launch of their own; with
     block_m the sums of every piece of every row, float32 (pieces, block_m), else None.
@@ -103,8 +106,8 @@ def permute_activations(x, norm, format: str, padded: int, split_counters: int, 
     block = BLOCK if norm is None else power_of_two(padded)
     launch(
         permute_activations_kernel, (rows, triton.cdiv(padded, block)),
-        x, before, y, sums, counts, split_counters, columns, padded, block_m or 0, NORM=kind, INT4=format == "int4",
-        NEIGHBORS=format == "fp8" or x.dtype == torch.float16, BLOCK_C=block, 
+        x, order, before, y, sums, counts, split_counters, columns, padded, block_m or 0, NORM=kind,
+        INT4=format == "int4", NEIGHBORS=format == "fp8" or x.dtype == torch.float16, BLOCK_C=block,
         num_warps=min(16, max(4, block // 512)), **programmatic(x.device),
     )  # fmt: skip
     return y, counts, sums
