@@ -7,7 +7,7 @@ from typing import NamedTuple
 from accel.errors import Refused
 
 BUFFERS = 2  # of the ring: one is read while the other is filled
-MARGIN = 1.15  # of the memory that a call was seen to need: allocators keep more than what is asked for
+MARGIN = 1.15  # of the memory that a call was seen to need: a graph keeps it in other pieces
 SLACK = 256 * 2**20  # bytes: workspaces of libraries, kernels that are loaded on the way
 
 

@@ -279,6 +279,7 @@ class StreamedModel(PlacedModel):
         self.start_run()
         if self.size > self.measured.size:
             if self.device.type == "cuda":
+                torch.cuda.empty_cache()  # the allocator keeps more than what is asked for, and that counts
                 torch.cuda.reset_peak_memory_stats(self.device)
             self.measuring, self.seen = (self.size, self._allocated()), []
 
@@ -306,7 +307,7 @@ class StreamedModel(PlacedModel):
 
     def _learn(self, size: int, before: int) -> None:
         """From a call of a new size: what it needed, and in which order it called the blocks."""
-        peak = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else before
+        peak = torch.cuda.max_memory_reserved(self.device) if self.device.type == "cuda" else before
         self.measured, self.due = Measured(size, max(self.measured.nbytes, peak - before)), True
         called = list(dict.fromkeys(self.seen or ()))
         order = [*called, *(path for path in self.order if path not in called)]

@@ -88,8 +88,9 @@ def permute_activations_kernel(
 
 
 def permute_activations(x, norm, format: str, padded: int, split_counters: int, block_m: int | None = None, order=None):
-    """x (..., K), contiguous, normed where norm is a Norm, as (rows, padded), in the order of the weight's factor; order:
-    of the weight's own columns, see `Quantized`.
+    """x (..., K), contiguous, normed where norm is a Norm, as (rows, padded), in the order of the weight's factor.
+
+    order: of the weight's own columns, see `Quantized`.
 
     Zeros stand beyond K. Returns besides: int32 zeros (split_counters,), which so need no launch of their own; with
     block_m the sums of every piece of every row, float32 (pieces, block_m), else None.
