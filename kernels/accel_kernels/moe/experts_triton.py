@@ -8,7 +8,7 @@ other and find its weights there.
 
 import torch
 
-from accel_kernels.device import Feature, lacks, multiprocessors, programmatic, shared_memory, upcast
+from accel_kernels.device import multiprocessors, programmatic, shared_memory, upcast
 from accel_kernels.gemm.quantized.dequantize import dequantize
 from accel_kernels.gemm.quantized.operands.unpacking_triton import unpack_mode
 from accel_kernels.gemm.quantized_weight import MXFP4, PackedWeight, Quantized, scale_bits
@@ -130,9 +130,7 @@ def _across(outputs: int, many: int, device: torch.device) -> int:
 
 
 def _grouped(x, index, shares, weights, tile: Tile):
-    if tile.tail and lacks(x.device, Feature.SHARED_OPERANDS):  # sums of 256 columns and operands: too many registers
-        tile = TILES["128"]
-    if x.dtype == torch.float32 and isinstance(weights.down, Quantized):  # unpacked numbers beside such sums likewise
+    if x.dtype == torch.float32 and isinstance(weights.down, Quantized):  # larger sums, unpacked numbers: all spill
         tile = TILES["16"]
     chosen, inner, hidden = index.shape[1], weights.inner, weights.hidden
     pairs, many = index.numel(), weights.experts

@@ -125,7 +125,8 @@ def by_blocks(x, weight, norm, up) -> ManyRowsTile:
     if x.numel() == weight.columns:
         block = 4 if up is not None or n < 16 * multiprocessors(x.device) else 8  # of more rows x is read less often
         return ManyRowsTile(1, block, max(1024, columns), block, 4)
-    return ManyRowsTile(16, 16, max(columns, 256 if on_tensor_cores(x) else 64), 4, 3)
+    fast = on_tensor_cores(x)
+    return ManyRowsTile(16, 16, max(columns, 256 if fast else 64), 4 if fast else 8, 3)
 
 
 def one_or_few(x, weight, norm, epilogue, tile, y):
