@@ -3,6 +3,7 @@
 A stage looks when it is asked, and changes nothing. Patches are undone last in, first out.
 """
 
+import os
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -155,11 +156,14 @@ class Matching:
 
 
 def choices_file(kind: str) -> Path | None:
-    """One file a kind, a GPU and a set of versions, in `cache_folder()`; None without a GPU or a home."""
+    """One file a kind, a GPU (or what ACCEL_CARD makes of it) and a set of versions, in `cache_folder()`; None without
+    a GPU or a home.
+    """
     folder = cache_folder()
     if folder is None or not torch.cuda.is_available():
         return None
-    name = f"{torch.cuda.get_device_name()}-torch{torch.__version__}-cudnn{torch.backends.cudnn.version()}"
+    card = torch.cuda.get_device_name() + os.environ.get("ACCEL_CARD", "")  # what it is made into chooses by itself
+    name = f"{card}-torch{torch.__version__}-cudnn{torch.backends.cudnn.version()}"
     return folder / (f"{kind}-" + "".join(c if c.isalnum() or c in ".-" else "_" for c in name) + ".json")
 
 

@@ -206,3 +206,5 @@ def test_a_user_without_a_home_has_no_cache(monkeypatch, folder):
     assert cache_folder() == (Path(folder) if folder else None)
     found = choices_file("linear")
     assert (found and found.parent) == cache_folder()
+    monkeypatch.setenv("ACCEL_CARD", "8.9")
+    assert found is None or found.name != choices_file("linear").name

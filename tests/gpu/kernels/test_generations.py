@@ -2,6 +2,9 @@
 
 import dataclasses
 import importlib
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -35,6 +38,39 @@ def test_a_kernel_that_does_not_fit_leaves_the_call_to_torch(monkeypatch):
     torch.testing.assert_close(found[0], found[1])
     (told,) = op.outcomes.rows()
     assert "attention_kernel was refused: OutOfResources" in told
+
+
+SMALLER = """
+import time
+import torch
+from accel.offload.ring import Ring
+from accel_kernels.device import card
+
+known = card(torch.device("cuda", 0))
+assert (known.processors, known.compute, known.memory) == (36, (8, 9), 4 * 10**9), known
+try:
+    torch.empty(5 * 10**9, dtype=torch.uint8, device="cuda")
+    raise SystemExit("no bound")
+except torch.OutOfMemoryError:
+    pass
+source, buffer = torch.ones(2**28, dtype=torch.uint8).pin_memory(), torch.zeros(2**28, dtype=torch.uint8, device="cuda")
+ring, seconds = Ring([buffer], [source], {0}, torch.cuda.Stream()), {}
+for bus in (1.0, ring.bus) * 3:
+    ring.bus = bus
+    ring.start()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    ring.take(0)
+    torch.cuda.synchronize()
+    seconds[bus] = time.perf_counter() - start
+assert bool(buffer.all()) and 1.8 < seconds[0.5] / seconds[1.0] < 2.2, seconds
+"""
+
+
+def test_a_smaller_card():
+    made = os.environ | {"ACCEL_CARD": "8.9,processors=36,memory=4GB,bus=0.5"}
+    done = subprocess.run([sys.executable, "-c", SMALLER], env=made, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_doctor_measures(tmp_path):
