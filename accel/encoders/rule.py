@@ -134,7 +134,7 @@ def _own_code(site: Site, context: Context, inputs: Inputs, reason: str) -> Matc
         # With strict=True a graph of the whole model, and its norms, count as nothing left out.
         return None if context.options.strict else Skip(reason)
     note = f"{len(found)} {ALONE}, as {reason}"
-    return _in_graph(Match(forward, patches, covers=(), note=note), site, context, masked)
+    return _in_graph(Match(forward, patches, covers=(), note=note), site, context, False)
 
 
 def _in_graph(match: Match, site: Site, context: Context, masked: bool) -> Match:

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from accel.errors import Unfit
 
 PRODUCTS = {torch.matmul, torch.bmm, torch.Tensor.matmul, torch.Tensor.bmm, torch.Tensor.__matmul__, torch.einsum}
+WATCHED = {*PRODUCTS, F.multi_head_attention_forward}
 SOFTMAXES = {torch.softmax, F.softmax, torch.Tensor.softmax}
 FACTS = {"shape", "dtype", "device", "ndim", "is_cuda", "requires_grad", "size", "dim", "numel", "__len__"}
 SUMS = {"add": 1, "iadd": 1, "radd": 1, "sub": -1, "isub": -1}
@@ -24,9 +25,9 @@ CASTS = {"float": torch.float32, **dict.fromkeys(("to", "type", "type_as"))}
 class WaitingScores(torch.Tensor):
     """Scores, or shares that a softmax made of them, which are computed where anything but an attention needs them.
 
-    left, right: (..., L, D) and (..., D, K), whose product times scale and with terms waits, in the shape and dtype of
-    this. terms: shapes but for (L, K), and what is added to scores so grouped. shares: of a softmax. made: it,
-    computed. viewed: a change of it in place would show in another. source: in which it was begun.
+    left, right: (..., L, D) and (..., D, K), whose product times scale and with terms waits. terms: shapes but for
+    (L, K), and what is added to scores so grouped. shares: of a softmax. made: it, computed. form, kind: its shape and
+    dtype. viewed: a change of it in place would show in another. source: in which it was begun.
     """
 
     left: torch.Tensor
@@ -35,25 +36,26 @@ class WaitingScores(torch.Tensor):
     terms: tuple[tuple[torch.Size, torch.Tensor], ...]
     shares: bool
     made: torch.Tensor | None
+    form: torch.Size
+    kind: torch.dtype
     viewed: bool
     source: "FusedProducts"
 
     @staticmethod
-    def of(shape: Any, dtype: torch.dtype, held: dict[str, Any]) -> "WaitingScores":
+    def of(form: torch.Size, kind: torch.dtype, held: dict[str, Any]) -> "WaitingScores":
         make: Any = torch.Tensor._make_wrapper_subclass
-        one = make(WaitingScores, shape, dtype=dtype, device=held["left"].device)
-        vars(one).update({"viewed": False} | held | {"made": None})
+        one = make(WaitingScores, form, dtype=kind, device=held["left"].device)
+        one.__dict__ |= {"viewed": False} | held | {"made": None, "form": form, "kind": kind}
         return one
 
-    def but(self, shape: Any = None, dtype: torch.dtype | None = None, **changed: Any) -> "WaitingScores":
+    def but(self, form: Any = None, kind: torch.dtype | None = None, **changed: Any) -> "WaitingScores":
         """It, with these instead."""
-        held = vars(self) | {"viewed": False} | changed
-        return self.of(self.shape if shape is None else shape, dtype or self.dtype, held)
+        return self.of(form or self.form, kind or self.kind, vars(self) | {"viewed": False} | changed)
 
-    def seen_as(self, shape: Any = None, dtype: torch.dtype | None = None) -> "WaitingScores":
+    def seen_as(self, form: Any = None, kind: torch.dtype | None = None) -> "WaitingScores":
         """What may lie in the same memory."""
         self.viewed = True
-        return self.but(shape, dtype, viewed=True)
+        return self.but(form, kind, viewed=True)
 
     @property
     def base(self) -> torch.Size:
@@ -66,7 +68,7 @@ class WaitingScores(torch.Tensor):
             for lead, term in self.terms:
                 made = made.reshape(*lead, *self.base[-2:]) + term
             made = made.softmax(-1) if self.shares else made
-            self.made = made.reshape(self.shape).to(self.dtype)
+            self.made = made.reshape(self.form).to(self.kind)
         return self.made
 
     @classmethod
@@ -83,7 +85,7 @@ class WaitingScores(torch.Tensor):
             found = one.waiting(func, name, rest, kwargs, first)
             if found is not None and not inplace:
                 return found
-            if found is not None and not one.viewed and (found.shape, found.dtype) == (one.shape, one.dtype):
+            if found is not None and not one.viewed and (found.form, found.kind) == (one.form, one.kind):
                 vars(one).update(vars(found))
                 return one
         if inplace and isinstance(one, cls):
@@ -109,15 +111,15 @@ class WaitingScores(torch.Tensor):
             return self.attended(args[0], first) if self.shares and len(args) == 1 else None
         if func in SOFTMAXES:
             dim = args[0] if args else kwargs.get("dim")
-            fits = not self.shares and dim in (-1, self.dim() - 1) and self.shape[-1] == self.base[-1]
-            return self.but(dtype=kwargs.get("dtype"), shares=True) if fits else None
+            fits = not self.shares and dim in (-1, len(self.form) - 1) and self.form[-1] == self.base[-1]
+            return self.but(kind=kwargs.get("dtype"), shares=True) if fits else None
         if name in VIEWS or name in ("contiguous", "clone"):
-            return self.seen_as(func(torch.empty(self.shape, device="meta"), *args, **kwargs).shape)
+            return self.seen_as(func(torch.empty(self.form, device="meta"), *args, **kwargs).shape)
         if name in CASTS:
             like = args[0] if args else kwargs.get("dtype", CASTS.get(name))
-            dtype: Any = like.dtype if isinstance(like, torch.Tensor) and like.device == self.device else like
+            dtype: Any = like.dtype if isinstance(like, torch.Tensor) and like.device == self.left.device else like
             fits = isinstance(dtype, torch.dtype) and len(args) + len(kwargs) < 2
-            return self.seen_as(dtype=dtype) if fits and torch.promote_types(dtype, self.left.dtype) == dtype else None
+            return self.seen_as(kind=dtype) if fits and torch.promote_types(dtype, self.left.dtype) == dtype else None
         if name == "masked_fill" and len(args) == 2:
             return self.hidden(*args)
         if self.shares or kwargs or len(args) != 1:
@@ -130,49 +132,49 @@ class WaitingScores(torch.Tensor):
 
     def plus(self, term: Any) -> "WaitingScores | None":
         """With a tensor added."""
-        term, shape = all_computed(term), self.shape
+        term, shape = all_computed(term), self.form
         if isinstance(term, int | float) and not term:
             return self.but()
         if not isinstance(term, torch.Tensor) or not term.is_floating_point() or not _fits(term, shape):
             return None
-        dtype = torch.promote_types(term.dtype, self.dtype) if term.dim() else self.dtype
+        dtype = torch.promote_types(term.dtype, self.kind) if term.dim() else self.kind
         term = term[(None,) * (len(shape) - term.dim())]
         if shape[-2:] != self.base[-2:]:
             term, shape = term.expand(shape).reshape(self.base), self.base
-        return self.but(dtype=dtype, terms=(*self.terms, (shape[:-2], term)))
+        return self.but(kind=dtype, terms=(*self.terms, (shape[:-2], term)))
 
     def hidden(self, mask: Any, value: Any) -> "WaitingScores | None":
         """With a value in the place of those that a mask shows, which is so low that it may as well be added."""
         if self.source.patient and not bool(mask.any()):
             return self.but()
         value = float(value) if self.source.patient else value
-        low = isinstance(value, float) and value < torch.finfo(self.dtype).min / 2
+        low = isinstance(value, float) and value < torch.finfo(self.kind).min / 2
         if not low or self.shares or not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool:
             return None
-        return self.plus(torch.zeros_like(mask, dtype=self.dtype).masked_fill(mask, value))
+        return self.plus(torch.zeros_like(mask, dtype=self.kind).masked_fill(mask, value))
 
     def times(self, factor: Any) -> "WaitingScores | None":
         """Times a number, or a tensor that is one for each query."""
         if isinstance(factor, int | float):
             terms = tuple((lead, term * factor) for lead, term in self.terms)
             return self.but(scale=self.scale * factor, terms=terms)
-        if not isinstance(factor, torch.Tensor) or self.terms or self.shape != self.base:
+        if not isinstance(factor, torch.Tensor) or self.terms or self.form != self.base:
             return None
-        if not _fits(factor, (*self.base[:-1], 1)) or torch.result_type(self.left, factor) != self.dtype:
+        if not _fits(factor, (*self.base[:-1], 1)) or torch.result_type(self.left, factor) != self.kind:
             return None
         return self.but(left=self.left * factor)
 
     def attended(self, value: Any, equation: str) -> torch.Tensor | None:
         """The product of shares and values, (..., K, D), or that of an equation."""
-        value, back, base, lead = all_computed(value), None, self.base, self.shape[:-2]
+        value, back, base, lead = all_computed(value), None, self.base, self.form[:-2]
         if equation:
             order = as_product(equation, self, value)
             if order is None or list(order[0]) != sorted(order[0]):
                 return None
             value, back = value.permute(order[1]), order[2]
-        if self.shape[-2:] != base[-2:] or value.shape[:-1] != (*lead, base[-1]):
+        if self.form[-2:] != base[-2:] or value.shape[:-1] != (*lead, base[-1]):
             return None
-        if not self.left.dtype == self.right.dtype == value.dtype == self.dtype:
+        if not self.left.dtype == self.right.dtype == value.dtype == self.kind:
             return None
         group = max((one for one, term in self.terms if term.shape[:-2].numel() > 1), key=len, default=lead)
         mask = self.added(group)
@@ -265,6 +267,8 @@ class FusedProducts(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
+        if self.place is None and func not in WATCHED:
+            return func(*args, **kwargs)
         if func is F.multi_head_attention_forward and kwargs.get("need_weights"):
             self.seen += [] if self.place is None else [Seen(self.place(), self.place())]
             return func(*args, **kwargs | {"need_weights": False})
@@ -295,8 +299,8 @@ class FusedProducts(TorchFunctionMode):
         held = {"left": left, "right": right, "scale": 1.0, "terms": (), "shares": False}
         if self.place is not None:
             held["began"] = self.place(), (left, right), (left._version, right._version)
-        shape = *left.shape[:-1], right.shape[-1]
-        return WaitingScores.of(shape, left.dtype, held | {"source": self})
+        form = torch.Size((*left.shape[:-1], right.shape[-1]))
+        return WaitingScores.of(form, left.dtype, held | {"source": self})
 
     def check(self, scores: WaitingScores) -> Any:
         """Where they began, if that is noted. Raises Unfit where what is multiplied has changed since."""
