@@ -110,3 +110,19 @@ def test_attentions_inside_of_own_code(kind):
     assert not accel.report(model).fallbacks
     graphs = [one["status"] for one in accel.report(model).graphs]
     assert graphs and {*graphs} == {"graph"}
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("exact")
+def test_own_code_encodes_for_a_decoder():
+    sizes = {"vocab_size": 500, "d_model": 128, "d_kv": 32, "d_ff": 256, "num_layers": 2, "num_heads": 4}
+    torch.manual_seed(0)
+    stock = t.LongT5ForConditionalGeneration(t.LongT5Config(**sizes, local_radius=15)).cuda().eval()
+    model = accel.optimize(copy.deepcopy(stock))
+    ids = torch.arange(4, 204, device="cuda").view(2, 100)
+    mask = torch.ones_like(ids)
+    mask[1, 60:] = 0
+    for length in (100, 37, 100, 100):
+        call = {"input_ids": ids[:, :length], "attention_mask": mask[:, :length], "max_new_tokens": 6}
+        assert torch.equal(model.generate(**call), stock.generate(**call))
+    assert not accel.report(model).fallbacks
