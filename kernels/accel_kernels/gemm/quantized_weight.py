@@ -30,6 +30,7 @@ ZERO_POINT = 8  # what a 4-bit number is stored above itself: -8..7 as 0..15
 MOST_QUANTIZED_ROWS = 512
 MOST_GROUPED_ROWS = 64  # of a weight with float32 scales by group, whose 128 rows took four times bf16's time
 MOST_BLOCK_ROWS = 16  # the same of a library's blocks, which take more instructions
+MOST_FRAGMENT_ROWS = 64  # the same of blocks that are read as factors of the tensor cores
 
 
 def pack(numbers: torch.Tensor, bits: int = 4) -> torch.Tensor:

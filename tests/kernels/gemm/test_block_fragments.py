@@ -46,6 +46,8 @@ CASES = {
     "a row, gate, groups of 64": (1, 768, 21, 64, True, "gemma", (8, 2, 1)),
     "a row, one group": (1, 512, 40, 512, False, "none", (1, 4, 1)),
     "rows": (3, 768, 37, 256, False, "none", (2, 4, 2)),
+    "more rows": (37, 512, 70, 128, False, "none", (1, 2, 3)),
+    "more rows, gate": (17, 256, 20, 64, True, "none", (1, 4, 9, 32)),
     "rows, gate": (11, 512, 45, 128, True, "rms", (4, 4, 1, 32)),
 }
 

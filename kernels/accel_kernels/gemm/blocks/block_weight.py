@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from accel_kernels.gemm.quantized_weight import WeightFormat
+from accel_kernels.gemm.quantized_weight import MOST_FRAGMENT_ROWS, WeightFormat
 
 
 class BlockWeight(NamedTuple):
@@ -57,7 +57,7 @@ class BlockWeight(NamedTuple):
     @property
     def most_rows(self) -> int:
         """As of `Quantized`."""
-        return self.format.most_rows
+        return MOST_FRAGMENT_ROWS if self.format.source else self.format.most_rows
 
     def reason(self) -> str | None:
         """Why kernels cannot read this weight."""

@@ -58,8 +58,10 @@ class GemvTile(NamedTuple):
         registers = {"maxnreg": limit} if limit < 255 else {}
         return {"DEPTH": self.depth, "num_warps": self.warps, **programmatic(device), **registers}
 
-    def grid(self, n: int, gate: bool, device) -> tuple[int]:
-        return (min(triton.cdiv(n, self.rows // (1 + gate)), self.programs * multiprocessors(device)),)
+    def grid(self, n: int, gate: bool, device, shares: int = 1) -> tuple[int]:
+        """shares: programs to a block, each with rows of x of its own."""
+        most = max(1, self.programs * multiprocessors(device) // shares)
+        return (min(triton.cdiv(n, self.rows // (1 + gate)), most) * shares,)
 
 
 COLUMNS = gl.constexpr(128)  # of a span: 16 bytes of each of four threads

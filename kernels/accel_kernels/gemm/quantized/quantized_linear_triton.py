@@ -12,11 +12,12 @@ from accel_kernels.gemm.quantized.gemv_mma_triton import GemvTile, gemv_mma, gem
 from accel_kernels.gemm.quantized.gemv_mma_triton import refusal as gemv_refusal
 from accel_kernels.gemm.quantized.gemv_triton import quantized_gemv
 from accel_kernels.gemm.quantized.many_rows_triton import ManyRowsTile, many_rows, many_rows_tile
+from accel_kernels.gemm.quantized.quantized_linear import in_passes
 from accel_kernels.gemm.quantized.skinny_mma_triton import Tile, columns, skinny_mma
 from accel_kernels.gemm.quantized.skinny_triton import quantized_skinny
 from accel_kernels.gemm.quantized.skinny_wgmma_triton import refusal, skinny_wgmma
 from accel_kernels.gemm.quantized.tile_triton import BROAD_TILES, WgmmaTile, wgmma_tile
-from accel_kernels.gemm.quantized_weight import Quantized
+from accel_kernels.gemm.quantized_weight import MOST_BLOCK_ROWS, Quantized
 from accel_kernels.sizes import power_of_two
 
 FEW_WEIGHTS = 1 << 24  # of a product that is over before a second pass pays
@@ -33,6 +34,8 @@ def quantized_linear(x, weight, bias=None, *, norm=None, shape=None, **after):
     for kind, choose, run in BLOCK_DISPATCH if isinstance(weight, BlockWeight) else DISPATCH:
         tile = choose(x, weight, norm, epilogue.up) if shape is None else shape if isinstance(shape, kind) else None
         if tile is not None:
+            if kind is ManyRowsTile and isinstance(weight, BlockWeight) and x.numel() > MOST_BLOCK_ROWS * x.shape[-1]:
+                return in_passes(x, weight, bias, norm=norm, **after)
             if isinstance(weight, Quantized) and weight.order is not None and kind not in IN_ORDER:
                 x = (x if norm is None else apply_norm(x, norm)).index_select(-1, weight.order)
                 norm, weight = None, weight._replace(order=None)
