@@ -16,7 +16,7 @@ from torch import nn
 from accel.cuda_graphs.fingerprint import Fingerprint
 from accel.cuda_graphs.runner import GraphRunner
 from accel.cuda_graphs.small_calls import SmallCalls
-from accel.encoders.inputs import GRIDS, SHOWN, TEXT, Inputs, pad_token
+from accel.encoders.inputs import GRIDS, SHOWN, SOUNDS, TEXT, Inputs, pad_token
 from accel.encoders.late_cache import LateCache
 from accel.encoders.packing import Packing, Sight, padded, unpadded
 from accel.encoders.picture_sizes import PictureSizes
@@ -90,7 +90,7 @@ class EncoderForward(FastForward):
         """By what its layers tell tokens."""
         attentions = [layer.attention for layer in self.layers]
         distances = any(one.has_position_bias for one in attentions)
-        places = distances or any(layer.spec.keywords for layer in self.layers)
+        places = distances or any(layer.spec.keywords or layer.inner for layer in self.layers)  # as of convolutions
         return Sight(distances, places, all(one.causal for one in attentions), self.mirrors)
 
     @property
@@ -180,7 +180,7 @@ class EncoderForward(FastForward):
     def run(self, mask: torch.Tensor | None, step: EncoderStep) -> torch.Tensor:
         """The hidden states behind the last layer that was called, (B, L, C)."""
         assert step.hidden is not None
-        hidden = step.rows
+        hidden, mask = step.rows, step.shown if mask is not None and self.inputs.main in SOUNDS else mask
         if hidden.shape[1] > self.longest:
             raise Unfit(f"a text of more than {self.longest} tokens, and a position bias")
         # The last is in the graph of a small call.

@@ -178,6 +178,20 @@ def _images(model: Any, inputs: Inputs) -> Iterator[dict[str, Any]]:
         yield {IMAGES.main: random(ROWS, channels, *size)}
 
 
+def masked_sound(model: Any, inputs: Inputs, example: dict[str, Any]) -> Inputs:
+    """With the mask of what its sounds consist of, (batch, length), if the model reads one."""
+    masked = inputs._replace(mask=TEXT.mask)
+    try:
+        given, plain = (
+            tensors_of(type(model).forward(model, **example, **more))
+            for more in ({TEXT.mask: random_mask(masked, example)}, {})
+        )
+    except Exception as error:  # an argument that it does not take
+        reason_of(error)
+        return inputs
+    return inputs if all(torch.equal(one, given[name]) for name, one in plain.items()) else masked
+
+
 def wide_call(model: Any, inputs: Inputs, example: dict[str, Any]) -> list[dict[str, Any]]:
     """A call of one image of many patches side by side, or of a long sound, which shows windows; none where the model
     takes no such. Of images of which all patches lie in one row, of the first.

@@ -18,9 +18,11 @@ from accel.cuda_graphs.runner import GraphRunner
 from accel.cuda_graphs.small_calls import SmallCalls
 from accel.encoders.encoder import EncoderForward
 from accel.encoders.inputs import (
+    SOUNDS,
     TEXT,
     Inputs,
     inputs_of,
+    masked_sound,
     pad_token,
     random_mask,
     small_call,
@@ -74,22 +76,31 @@ def match_encoder(site: Site, context: Context, root: nn.Module) -> Match | Skip
             )
             for path, spec in specs.items()
         ]
-        calls, runner, masked = context.of(SmallCalls), None, inputs.mask in inspect.signature(model.forward).parameters
-        if (graphs := context.options.graphs) is not False and (masked or inputs.in_one_row):
-            pool = context.of(GraphPool)
-            runner = GraphRunner(model, site.path, pool, context.log, graph_obstacle, graphs is True)
+        calls = context.of(SmallCalls)
         held = {"root": root, "inputs": inputs, "stack": stack, "layers": fused, "order": order, "steps": steps}
-        held |= {"runner": runner, "calls": calls, "stops": stops if inputs.in_one_row else set()}
+        held |= {"runner": None, "calls": calls, "stops": stops if inputs.in_one_row else set()}
         forward = EncoderForward(model, site.path, context.kernels, context.log, **held)
         forward.settings = forward.told()
         with resting(model), math_attention(), as_written():
             forward.sizes = picture_sizes(model, example)
-        _try(forward, example)
+            forward.inputs = masked_sound(model, inputs, example) if inputs.main in SOUNDS else inputs
+        try:
+            _try(forward, example)
+        except NotUnderstood:
+            if forward.inputs == inputs:
+                raise
+            forward.inputs = inputs  # calls with a mask run stock
+            _try(forward, example)
+        inputs = forward.inputs
+        masked = inputs.mask in inspect.signature(model.forward).parameters
+        if (graphs := context.options.graphs) is not False and (masked or inputs.in_one_row):
+            pool = context.of(GraphPool)
+            forward.runner = GraphRunner(model, site.path, pool, context.log, graph_obstacle, graphs is True)
         calls.packed = calls.packed or masked
     except NotUnderstood as reason:
         return _own_code(site, context, inputs, str(reason))
     zeros = context.options.padding == "zeros"
-    outside = root is not model and masked
+    outside = root is not model and masked and inputs.main not in SOUNDS
     forward.blind = zeros or (outside and ignores_padding(root, model, inputs, example))
     if outside and not forward.blind and inputs == TEXT and (pad := pad_token(root)) is not None:
         words, shown = example[TEXT.main], random_mask(inputs, example).bool()
@@ -106,7 +117,7 @@ def match_encoder(site: Site, context: Context, root: nn.Module) -> Match | Skip
     note += "; own code of layers runs around their attention" if any(layer.inner for layer in fused) else ""
     match = Match(forward, tuple(patches), covers=(stack,), note=note)
     # Of any sizes, which the code around the layers waits for the GPU to learn.
-    return match if inputs.in_one_row else _in_graph(match, site, context, masked)
+    return match if inputs.in_one_row else _in_graph(match, site, context, masked and inputs.main not in SOUNDS)
 
 
 def _own_code(site: Site, context: Context, inputs: Inputs, reason: str) -> Match | Skip | None:

@@ -9,7 +9,7 @@ from accel.encoders.bidirectional_attention import BidirectionalSpec
 from accel.encoders.packing import Packing, packed, unpadded
 from accel.encoders.position_bias import PositionBias
 from accel.errors import Unfit
-from accel.libraries.attention import LONGEST
+from accel.libraries.attention import LONGEST, MASK
 from accel.llm.attention.position_terms import POSITIONS
 from accel.llm.generation.layer_forward import LayerForward
 from accel.llm.parts.step import Step
@@ -75,6 +75,24 @@ class EncoderStep(Step):
         return list(zip(self.layers, self.calls, strict=False))[self.begun :]
 
     @property
+    def shown(self) -> torch.Tensor | None:
+        """(B, L), the tokens that all see by the mask that layers are given; None for all. Waits for the GPU. Raises
+        Unfit where some see others.
+        """
+        mask = self.calls[0].get(MASK)
+        if any(call.get(MASK) is not mask for call in self.calls):
+            raise Unfit("its layers are given several masks")
+        if mask is None or mask.dim() == 2:
+            return mask
+        seen = mask if mask.dtype == torch.bool else mask == 0
+        known = (seen == seen[:, :1, :1]).all()
+        if mask.is_floating_point():
+            known &= (seen | (mask <= torch.finfo(mask.dtype).min)).all()
+        if not known:
+            raise Unfit("a mask by which tokens see different ones")
+        return seen[:, 0, 0]
+
+    @property
     def done(self) -> bool:
         return len(self.calls) == len(self.layers)
 
@@ -128,6 +146,8 @@ class EncoderStep(Step):
 
 class EncoderLayerForward(LayerForward):
     """One layer: of a step its own part, see `EncoderStep`; outside of one the stock forward."""
+
+    made_up = False
 
     @property
     def attention(self) -> BidirectionalSpec:

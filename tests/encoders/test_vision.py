@@ -165,17 +165,22 @@ MELS |= {"vocab_size": 64, "decoder_layers": 1, "decoder_attention_heads": 4, "m
 NEAR = {"feature_projection_input_dim": 8, "left_max_position_embeddings": 7, "right_max_position_embeddings": 2}
 
 
-def sound(*shape, name="input_values"):
-    return {name: torch.randn(*shape, generator=torch.Generator().manual_seed(1))}
+def sound(*shape, name="input_values", heard=()):
+    """heard: of each row, how much a mask shows."""
+    mask = (torch.arange(shape[1]) < torch.tensor(heard)[:, None]).long() if heard else None
+    given = {} if mask is None else {"attention_mask": mask}
+    return {name: torch.randn(*shape, generator=torch.Generator().manual_seed(1))} | given
 
 
 MODELS |= {
     "wav2vec2": (
-        lambda: t.Wav2Vec2ForCTC(t.Wav2Vec2Config(**WAVES, vocab_size=20)), [sound(2, 600), sound(1, 950)], "wav2vec2"
+        lambda: t.Wav2Vec2ForCTC(t.Wav2Vec2Config(**WAVES, vocab_size=20)),
+        [sound(2, 600), sound(1, 950), sound(3, 950, heard=(700, 950, 310)), sound(2, 600, heard=(600, 600))],
+        "wav2vec2",
     ),
     "hubert": (
         lambda: t.HubertModel(t.HubertConfig(**WAVES, do_stable_layer_norm=True, feat_extract_norm="layer")),
-        [sound(2, 600)],
+        [sound(2, 600), sound(2, 600, heard=(600, 444))],
         "",
     ),
     "sew-d": (
@@ -185,12 +190,12 @@ MODELS |= {
     ),
     "wav2vec2-conformer": (
         lambda: t.Wav2Vec2ConformerModel(t.Wav2Vec2ConformerConfig(**WAVES, conv_depthwise_kernel_size=3)),
-        [sound(2, 600), sound(1, 950)],
+        [sound(2, 600), sound(1, 950), sound(2, 600, heard=(600, 444))],
         "",
     ),
     "wav2vec2-bert": (
         lambda: t.Wav2Vec2BertForCTC(t.Wav2Vec2BertConfig(**SOUND, **NEAR, vocab_size=20)),
-        [sound(2, 30, 8, name="input_features"), sound(1, 9, 8, name="input_features")],
+        [sound(2, 30, 8, name="input_features", heard=(30, 17)), sound(1, 9, 8, name="input_features")],
         "wav2vec2_bert",
     ),
     "ast": (lambda: t.ASTModel(t.ASTConfig(**SPECTRA)), [sound(2, 16, 8)], ""),
@@ -255,6 +260,7 @@ def test_what_sizes_say_is_made_once(name):
     [
         ("vit-sizes", images() | {"output_attentions": True}, "output_attentions: its layers run stock where each"),
         ("vit-sizes", images() | {"attention_mask": torch.ones(3, 17).tril().long()}, "attention_mask is given"),
+        ("sew-d", sound(2, 600, heard=(600, 444)), "attention_mask is given"),
         ("qwen2.5-vl", SEVERAL[0] | {"output_attentions": True}, "output_attentions: its layers run stock where each"),
         ("siglip2-head", patches() | {"output_hidden_states": True}, "output_hidden_states: its layers run stock"),
     ],

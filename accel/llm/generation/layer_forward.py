@@ -30,6 +30,7 @@ class LayerForward(FastForward):
 
     bound: Any  # a BoundLayer
     repeats = False  # another layer launches the same kernels, so that a dry run skips this one
+    made_up = True  # masks that it is given; else its own code may look at them
 
     def __init__(self, module: nn.Module, *place: Any, spec: LayerSpec, steps: ForwardContext) -> None:
         super().__init__(module, *place)
@@ -131,9 +132,8 @@ class LayerForward(FastForward):
 
     def _own_code(self, kernels: Kernels, step: Step, x: torch.Tensor, kwargs: dict) -> torch.Tensor:
         """What the layer's own code makes of its input, around fused attention."""
-        hidden = [
-            name for name, one in kwargs.items() if isinstance(one, Cache) or ("mask" in name and one is not None)
-        ]
+        masks = {name for name, one in kwargs.items() if self.made_up and "mask" in name and one is not None}
+        hidden = [name for name, one in kwargs.items() if isinstance(one, Cache) or name in masks]
         step.around = kwargs
         try:
             y = self.stock(x, **kwargs | dict.fromkeys(hidden, Unseen()))

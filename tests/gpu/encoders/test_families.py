@@ -68,12 +68,16 @@ def test_products_in_8_bits():
 @pytest.mark.usefixtures("exact")
 def test_sound():
     model, half, stock = made("Wav2Vec2Model", t.Wav2Vec2Config(**WAVES))
-    wave = torch.randn(2, 16000, device="cuda")
-    exact = stock(wave).last_hidden_state
-    allowed = relative_rms(half(wave.bfloat16()).last_hidden_state, exact)
-    for _ in range(4):
-        assert relative_rms(model(wave.bfloat16()).last_hidden_state, exact) <= 1.3 * allowed
+    for heard in ([16000] * 3, [16000, 9000, 4000], [11000, 16000, 2000]):
+        wave = torch.randn(3, 16000, device="cuda")
+        mask = (torch.arange(16000, device="cuda") < torch.tensor(heard, device="cuda")[:, None]).long()
+        given = {} if min(heard) == 16000 else {"attention_mask": mask}
+        exact, allowed = (one.last_hidden_state for one in (stock(wave, **given), half(wave.bfloat16(), **given)))
+        for _ in range(4):
+            got = model(wave.bfloat16(), **given).last_hidden_state
+            assert relative_rms(got, exact) <= 1.3 * relative_rms(allowed, exact)
     assert not accel.report(model).fallbacks
+    assert len([one for one in accel.report(model).graphs if one["status"] == "graph"]) >= 2
 
 
 TERMS = {"relative_attention": True, "pos_att_type": ["c2p", "p2c"], "max_relative_positions": 128}
