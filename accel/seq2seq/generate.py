@@ -79,8 +79,9 @@ class Decoding:
         alone = method in (AS_IMPORTED[LOOP], AS_IMPORTED[BEAMS]) and unseen(model, processors, stopping_criteria)
         if LATE_LOOP is not None and alone and method is AS_IMPORTED[LOOP]:
             method = LATE_LOOP
-        elif alone and method is AS_IMPORTED[BEAMS] and beams_may_be_late(generation_config, generating_cache(kwargs)):
-            method = beams_late
+        elif alone and method is AS_IMPORTED[BEAMS]:
+            late = beams_may_be_late(generation_config, stopping_criteria, generating_cache(kwargs))
+            method = beams_late if late else method
         call = {"logits_processor": processors, "stopping_criteria": stopping_criteria}
         call |= {"generation_config": generation_config}
         unwatched = self.forward.unwatched() if alone else nullcontext()

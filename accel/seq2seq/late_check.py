@@ -115,15 +115,16 @@ def beams_late(model: Any, input_ids: torch.Tensor, *, generation_config: Any, *
 LATE_LOOP = loop_that_asks(LateStopCheck)
 
 
-def beams_may_be_late(config: Any, cache: Any) -> bool:
+def beams_may_be_late(config: Any, criteria: StoppingCriteriaList, cache: Any) -> bool:
     """Whether a call of beams gives tokens alone, and this version's loop goes by the methods above.
 
-    A draw of one step more might find too few candidates left.
+    A draw of one step more might find too few candidates left; and stock's loop raises where a text grows too long.
     """
     asked = {name for name in vars(LateBeams) if name.startswith("_") and not name.startswith("__")}
     known = asked <= {*AS_IMPORTED[BEAMS].__code__.co_names}
     seen = config.return_dict_in_generate or getattr(cache, "_is_user_defined", False)
-    return known and not (config.do_sample or seen)
+    longer = (criteria.max_length or 0) > config.max_length
+    return known and not (config.do_sample or seen or longer)
 
 
 def unseen(model: Any, processors: LogitsProcessorList, criteria: StoppingCriteriaList) -> bool:

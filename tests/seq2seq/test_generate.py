@@ -299,6 +299,10 @@ def test_beams_that_end_are_told_a_step_late(steps, monkeypatch):
         assert torch.equal(ours, generated(stock, call, more))
         found.add(ours.shape[1])
     assert ran and True in late and len(found) > 1 and not fallbacks(model)
+    longer = {"max_new_tokens": 5, "num_beams": 2, "stopping_criteria": [t.MaxLengthCriteria(12)]}
+    for one in (model, stock):  # stock's lists are too short for that
+        with pytest.raises(IndexError):
+            one.generate(**call, **longer)
     view, given = LateBeams(model, call["input_ids"], 20), {name: object() for name in RESULT}
     view.told = Told(torch.tensor(True), None, ())
     assert view._update_finished_beams(**given) == tuple(given.values())  # what a step too many has found is dropped

@@ -1,6 +1,7 @@
 """Tiny encoder-decoder models, what their generate() is given, and comparisons with stock."""
 
 import copy
+from collections.abc import Callable
 
 import torch
 import transformers as t
@@ -22,6 +23,41 @@ MAKES = {
     "T5": lambda: t.T5ForConditionalGeneration(t.T5Config(**T5)),
     "Whisper": lambda: t.WhisperForConditionalGeneration(t.WhisperConfig(**BART, **AUDIO)),
 }
+
+LIKE_BART = {  # classes, and names of their configurations
+    "BlenderbotForConditionalGeneration": "BlenderbotConfig",
+    "MBartForConditionalGeneration": "MBartConfig",
+    "LEDForConditionalGeneration": "LEDConfig",
+    "MarianMTModel": "MarianConfig",
+    "MvpForConditionalGeneration": "MvpConfig",
+    "PegasusForConditionalGeneration": "PegasusConfig",
+    "PegasusXForConditionalGeneration": "PegasusXConfig",
+    "PLBartForConditionalGeneration": "PLBartConfig",
+}
+GATED = {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}  # as of Flan-T5, UL2 and ByT5
+LOCAL = {"attention_window": 4, "num_hidden_layers": 2, "num_global_tokens": 2, "block_size": 4}  # of their encoders
+
+
+def maker(kind: str, config: str, sizes: dict) -> Callable[[], torch.nn.Module]:
+    return lambda: getattr(t, kind)(getattr(t, config)(**sizes))
+
+
+OTHERS = {name: maker(name, config, TEXT | LOCAL) for name, config in LIKE_BART.items()}
+OTHERS |= {"MT5": maker("MT5ForConditionalGeneration", "MT5Config", T5 | GATED)}
+OTHERS |= {"UMT5": maker("UMT5ForConditionalGeneration", "UMT5Config", T5)}
+OTHERS |= {"LongT5": maker("LongT5ForConditionalGeneration", "LongT5Config", T5 | {"local_radius": 4})}
+
+
+def moonshine(padded: int | None = None) -> torch.nn.Module:
+    sizes = {"vocab_size": WORDS, "hidden_size": WIDTH, "intermediate_size": 48, "decoder_start_token_id": 2}
+    for side in ("encoder", "decoder"):
+        sizes |= {f"{side}_num_hidden_layers": 2, f"{side}_num_attention_heads": 4}
+    return t.MoonshineForConditionalGeneration(t.MoonshineConfig(**sizes, pad_head_dim_to_multiple_of=padded))
+
+
+def speech_to_text() -> torch.nn.Module:
+    sizes = BART | {"num_conv_layers": 2, "conv_channels": 16, "input_feat_per_channel": 8, "max_target_positions": 64}
+    return t.Speech2TextForConditionalGeneration(t.Speech2TextConfig(**sizes))
 
 
 def made(family: str) -> tuple[torch.nn.Module, torch.nn.Module]:
