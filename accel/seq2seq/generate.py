@@ -4,14 +4,12 @@ Whisper asks for times of words by the probabilities of all attentions of all st
 nobody else sees them, its few heads that align are computed once, over all tokens, when these are known.
 """
 
-import threading
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
-from accel.fusion.loop import PerThread
 from accel.libraries.cache import ENCODED, MASK, encoded, generating_cache
 from accel.libraries.generation import (
     AS_IMPORTED,
@@ -25,8 +23,8 @@ from accel.libraries.generation import (
     decoding_method,
     merged_config,
 )
+from accel.llm.generation.loop.hooks import GenerateCall, GenerateHook
 from accel.patching.fast_forward import as_written
-from accel.patching.owner import InstanceMethod
 from accel.patching.rule import Patch
 from accel.seq2seq.decoder import Seq2SeqForward
 from accel.seq2seq.late_check import LATE_LOOP, beams_late, beams_may_be_late, unseen
@@ -37,24 +35,13 @@ KEPT = {"sequences", "sequences_scores", "scores", "logits", "beam_indices"}  # 
 AT_A_TIME = 2**30  # bytes of probabilities
 
 
-class Notes(threading.local):
+class Notes:
     """Of the call that a thread is in. plain: nobody sees more of it than tokens and their times. heads: those that
     align tokens with sounds, as (layer, head), if their probabilities are to be computed behind the loop.
     """
 
     plain = False
     heads: list[list[int]] | None = None
-
-
-class PerCall(PerThread):
-    """The notes of the call that each thread is in."""
-
-    def renew(self) -> None:
-        self._local = Notes()
-
-    @property
-    def notes(self) -> Any:
-        return self._local
 
 
 class Decoding:
@@ -98,7 +85,9 @@ class Decoding:
         """
         tokens, indices = result.sequences[:, :-1], getattr(result, "beam_indices", None)
         rows = len(kwargs[ENCODED].last_hidden_state)
-        found = self._probabilities(model, tokens, torch.arange(len(tokens)) * rows // len(tokens), kwargs)
+        found = self._probabilities(
+            model, tokens, torch.arange(len(tokens), device=tokens.device) * rows // len(tokens), kwargs
+        )
         if indices is None:
             return found
         given = tokens.shape[1] - indices.shape[1]  # tokens before the first step's last one
@@ -111,7 +100,7 @@ class Decoding:
             mine = seen[place - given].tolist()
             if beams[: place + 1] != mine:
                 beams = mine
-                other = self._probabilities(model, tokens.new_tensor([beams]), torch.arange(1), kwargs)
+                other = self._probabilities(model, tokens.new_tensor([beams]), tokens.new_zeros(1), kwargs)
             by_row[0, :, place] = other[0, :, place]
         return by_row
 
@@ -137,24 +126,14 @@ class Decoding:
         return torch.cat(found)
 
 
-class SpeechHook(InstanceMethod):
-    """Stands in place of one of these methods of a model."""
-
-    def __init__(self, module: Any, forward: Seq2SeqForward, calls: PerCall, name: str):
-        self.module, self.forward, self.calls, self.name = module, forward, calls, name
-
-    @property
-    def owner(self) -> Any:
-        return self.module
-
-    def call(self, *args: Any, **kwargs: Any) -> Any:
-        given = self.__signature__.bind(*args, **kwargs).arguments
-        return HOOKS[self.name](self, given.get("kwargs", {}) | given, args, kwargs)
+def _named(hook: GenerateHook, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+    given = hook.arguments(args, kwargs)
+    return given.get("kwargs", {}) | given
 
 
-def generate(hook: SpeechHook, given: dict[str, Any], args: tuple, kwargs: dict) -> Any:
+def generate(hook: GenerateHook, *args: Any, **kwargs: Any) -> Any:
     """Has stock go on with `Decoding`, for a call that leaves it to stock what comes next."""
-    model, notes = hook.module, hook.calls.notes
+    model, notes, given = hook.module, hook.notes, _named(hook, args, kwargs)
     config = merged_config(model, given)
     mine = vars(model).get("forward") is hook.forward and config.get_generation_mode() in MODES
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
@@ -169,9 +148,9 @@ def generate(hook: SpeechHook, given: dict[str, Any], args: tuple, kwargs: dict)
         notes.plain = before
 
 
-def with_fallback(hook: SpeechHook, given: dict[str, Any], args: tuple, kwargs: dict) -> Any:
+def with_fallback(hook: GenerateHook, *args: Any, **kwargs: Any) -> Any:
     """Asks for no attentions if those that align are enough."""
-    config, notes = given["generation_config"], hook.calls.notes
+    config, notes = _named(hook, args, kwargs)["generation_config"], hook.notes
     heads, words = getattr(config, "alignment_heads", None), getattr(config, "return_token_timestamps", False)
     if not (notes.plain and words and heads):
         return hook.stock(*args, **kwargs)
@@ -184,10 +163,11 @@ def with_fallback(hook: SpeechHook, given: dict[str, Any], args: tuple, kwargs: 
         notes.heads, config.output_attentions, config.alignment_heads = None, before, heads
 
 
-def split_rows(hook: SpeechHook, given: dict[str, Any], args: tuple, kwargs: dict) -> Any:
+def split_rows(hook: GenerateHook, *args: Any, **kwargs: Any) -> Any:
     """Has only that copied to the CPU, row by row, which the call reads; scores stay where they are."""
+    given = _named(hook, args, kwargs)
     outputs = given["seek_outputs"]
-    if not hook.calls.notes.plain or isinstance(outputs, torch.Tensor):
+    if not hook.notes.plain or isinstance(outputs, torch.Tensor):
         return hook.stock(*args, **kwargs)
     kept = {name: value for name, value in outputs.items() if name in KEPT}
     scores = None if "beam_indices" in kept else kept.pop("scores", None)
@@ -205,6 +185,6 @@ HOOKS = {"generate": generate, FALLBACK: with_fallback, SPLIT: split_rows}
 
 def generate_patches(forward: Seq2SeqForward) -> list[Patch]:
     """What has generate() of its model do so."""
-    model, calls = forward.module, PerCall()
-    names = [name for name in HOOKS if hasattr(type(model), name) and name not in vars(model)]
-    return [Patch(model, name, SpeechHook(model, forward, calls, name)) for name in names]
+    model, call = forward.module, GenerateCall(Notes)
+    found = {name: run for name, run in HOOKS.items() if hasattr(type(model), name) and name not in vars(model)}
+    return [Patch(model, name, GenerateHook(model, forward, call, name, run)) for name, run in found.items()]

@@ -34,7 +34,7 @@ def is_time(begun_ptr, step, at, first, other):
     return tl.where(at >= 0, tl.load(begun_ptr + at * step, mask=at >= 0, other=0) >= first, other)
 
 
-@triton.jit(do_not_specialize=("token_step", "new", "first", "end", "initial", "pieces"))
+@triton.jit(do_not_specialize=("token_row", "token_step", "new", "first", "end", "initial", "pieces"))
 def timestamp_rule_kernel(
     scores_ptr, begun_ptr, suppressed_ptr, stats_ptr, counters_ptr, y_ptr, row_step, token_row, token_step, n, new,
     first, end, initial, pieces, PIECE: tl.constexpr, PIECES: tl.constexpr, PDL: tl.constexpr,

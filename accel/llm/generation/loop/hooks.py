@@ -80,24 +80,30 @@ class CallNotes:
 
 
 class GenerateCall(PerThread):
-    """The notes of the call that each thread is in."""
+    """The notes of the call that each thread is in. kind: makes those of a thread."""
+
+    copied = ("kind",)
+
+    def __init__(self, kind: Callable[[], Any] = CallNotes) -> None:
+        super().__init__()
+        self.kind = kind
 
     @property
-    def notes(self) -> CallNotes:
+    def notes(self) -> Any:
         found = getattr(self._local, "notes", None)
         if found is None:
-            found = self._local.notes = CallNotes()
+            found = self._local.notes = self.kind()
         return found
 
 
 class MethodHook(InstanceMethod):
     """Stands in `vars(module)[name]`, in place of the method of its class."""
 
-    def __init__(self, module: PreTrainedModel, forward: DecoderForward):
+    def __init__(self, module: Any, forward: Any):
         self.module, self.forward = module, forward
 
     @property
-    def owner(self) -> PreTrainedModel:
+    def owner(self) -> Any:
         return self.module
 
     def arguments(self, args: tuple, kwargs: dict) -> dict:
@@ -110,14 +116,12 @@ class GenerateHook(MethodHook):
     run: a function of this hook and the arguments, which calls `stock` and does more.
     """
 
-    def __init__(
-        self, module: PreTrainedModel, forward: DecoderForward, call: GenerateCall, name: str, run: HookFunction
-    ):
+    def __init__(self, module: Any, forward: Any, call: GenerateCall, name: str, run: HookFunction):
         super().__init__(module, forward)
         self.name, self.run, self._call = name, run, call
 
     @property
-    def notes(self) -> CallNotes:
+    def notes(self) -> Any:
         return self._call.notes
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
