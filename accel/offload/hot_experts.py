@@ -145,7 +145,7 @@ class HotExperts:
         if self.copies and (size > self.size or self._versions() != self.versions) and self.stale():
             for i, seen in enumerate(self.seen):
                 self.fill(i, self.pieces[i].bytes if seen is None else seen)
-        elif self.copies and self.calls % EVERY == 0:
+        elif self.calls % EVERY == 0:
             self.exchange()
         self.size = size
 
@@ -164,6 +164,8 @@ class HotExperts:
 
     def exchange(self) -> None:
         """In each layer the hottest expert that is not on the card takes the place of the coldest there, if it pays."""
+        if not self.copies:
+            return
         heat, layers = self._heat(), torch.arange(len(self.pieces), device=self.heat.device)
         best, new = heat.masked_fill(self.spots >= self.experts, -1).max(1)
         least, slot = heat.gather(1, self.slots).min(1)
