@@ -16,7 +16,7 @@ from torch import nn
 
 from accel.libraries.adapters import BASE
 from accel.patching.structure import foreign, plain, tampered
-from accel.quantization.adapters import low_rank, low_rank_term, read_low_rank, with_adapters
+from accel.quantization.adapters import adapts_plain, low_rank, low_rank_term, read_low_rank, with_adapters
 from accel.quantization.formats.stored_weight import stored_weight
 from accel.quantization.module import QuantizedLinear, row_tensors
 
@@ -106,6 +106,11 @@ def _understood(layer: nn.Module) -> bool:
     if not isinstance(inner, nn.Linear) or (keeps_forward(inner) and stored_weight(inner) is None):
         return False
     return inner is layer or any(read_low_rank(layer, dtype) is not None for dtype in FLOATS)
+
+
+def adapts(layer: nn.Module) -> bool:
+    """Whether it has nothing but adapters of low rank, around a plain linear or a weight that is read as it lies."""
+    return BASE in layer._modules and (adapts_plain(layer) or (keeps_forward(base(layer)) and _understood(layer)))
 
 
 def device_and_dtype(linear: nn.Linear) -> tuple[torch.device, torch.dtype]:

@@ -44,7 +44,7 @@ MORE = (
 
 @pytest.mark.parametrize(
     ("name", "changes"),
-    [("sd3", 12), *((name, 60 if EVERYTHING else 5) for name in (*HELD, *(MORE if EVERYTHING else ())))],
+    [("sd3", 12), *((name, 60 if EVERYTHING else 8) for name in (*HELD, *(MORE if EVERYTHING else ())))],
 )
 def test_adapters_of_a_model_change_beside_stock(name, changes):
     """Also where a library, or accel, holds its weights in fewer bits."""
@@ -54,4 +54,5 @@ def test_adapters_of_a_model_change_beside_stock(name, changes):
     with torch.no_grad():
         told = soak.run(changes)
     assert not told["wrong"] and told["sites"]
-    assert name != "sd3" or (told["kinds"]["calls by buffers"] > 2 and not told["fallbacks"])
+    assert told["kinds"]["calls by buffers"] > 2 or name not in ("sd3", "flux Q8_0")
+    assert name != "sd3" or not told["fallbacks"]

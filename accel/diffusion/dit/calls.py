@@ -17,8 +17,7 @@ from accel.libraries.diffusion import attention_backends
 from accel.patching.code import CalledCode, ClassCode, CodeTable
 from accel.patching.guard import BASE, settings_of
 from accel.patching.owner import PartlyCopied
-from accel.quantization.adapters import adapts_plain
-from accel.quantization.product import keeps_forward
+from accel.quantization.product import adapts, keeps_forward
 from accel.quantization.scheme import Scheme
 
 
@@ -59,7 +58,7 @@ def called_layers(module: nn.Module) -> dict[str, nn.Module]:
     return {
         path: part
         for path, part in module.named_modules()
-        if path and ((isinstance(part, nn.Linear) and keeps_forward(part)) or adapts_plain(part))
+        if path and ((isinstance(part, nn.Linear) and keeps_forward(part)) or adapts(part))
     }
 
 
@@ -79,7 +78,7 @@ def block_signature(module: nn.Module) -> tuple:
     found: list[tuple] = []
     apart: set[int] = set()  # of adapters that whoever runs a plan adds as they are by then
     for path, part in module.named_modules():
-        if adapts_plain(part):
+        if adapts(part):
             apart.update(map(id, own_parts(part)))
             found.append((path, type(part)))
         if id(part) in apart:

@@ -2,7 +2,7 @@
 
 What `grouped_triton.py` says of tiles and of the order of kernels holds here. Words of the weight come through a ring
 of boxes of 256 inputs. Rows of x come through one of pieces of 128; they are sorted by expert, their columns as
-`column_of` has them. While 64 inputs are multiplied, the next are unpacked. A program has BLOCK_N rows of the weight:
+`column_of` has them. While some inputs are multiplied, the next are unpacked. A program has BLOCK_N rows of the weight:
 gates and as many ups, or two blocks of rows. Inner channels are stored as the second product reads them.
 """
 
@@ -11,7 +11,6 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from triton import constexpr_function
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -24,13 +23,12 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from accel_kernels.device import Feature, has
 from accel_kernels.gemm.gluon_triton import all_threads, start_load
-from accel_kernels.gemm.quantized.operands.mma_operands_triton import steps
 from accel_kernels.gemm.quantized.operands.permuted_activations_triton import column_of
-from accel_kernels.gemm.quantized.operands.wgmma_operands_triton import blocks, half_layout
+from accel_kernels.gemm.quantized.operands.wgmma_operands_triton import half_layout
 from accel_kernels.gemm.quantized.operands.wgmma_units_triton import box_scales, pieces_of, scale_pairs, unit, units_of
 from accel_kernels.gemm.quantized_weight import INT4, MX_GROUP, MXFP4, PackedWeight, Quantized
-from accel_kernels.moe.gating_triton import apply_gating
 from accel_kernels.moe.grouped_triton import places_of_tile
+from accel_kernels.moe.wgmma_stores_triton import store_inner, store_pairs
 from accel_kernels.sizes import cdiv
 from accel_kernels.warmup import launch
 
@@ -39,14 +37,15 @@ BLOCK = 1024  # columns of a program that sorts x
 
 
 class RowsTile(NamedTuple):
-    """Rows of the weight and warps of a program; pairs of a product, and of one beside it where there are more; stages
-    of the rings. A multiprocessor has two programs of four warps, of which one unpacks while the other multiplies.
+    """Rows of the weight and warps of a program; pairs of a product, and of one beside it where there are more; its
+    inputs; stages of the rings.
     """
 
     weight_rows: int
     warps: int
     least: int
     beside: int
+    inputs: int
     stages: int
     x_stages: int
 
@@ -55,22 +54,15 @@ class RowsTile(NamedTuple):
         return self.least + self.beside
 
 
-TILE = RowsTile(128, 4, 64, 32, 2, 3)
-
-
-@constexpr_function
-def channels_layout(warps, h, m):
-    """(inner channels, rows of x): a thread has channels that are neighbors where `column_of` has them."""
-    registers = [[4, 0], [32, 0]] + ([[64, 0]] if h > 64 else []) + steps(2, 1, 2 * warps, m)
-    lanes = [[1, 0], [2, 0], [8, 0], [16, 0], [0, 1]]
-    return gl.DistributedLinearLayout(registers, lanes, steps(2, 1, 2, 2 * warps), [], [h, m])
+# Two programs to a multiprocessor, of which one unpacks while the other multiplies; and one that reads less of x again.
+FEW, MANY = RowsTile(128, 4, 64, 32, 64, 2, 3), RowsTile(256, 8, 64, 64, 32, 3, 3)
 
 
 @gluon.jit
 def products(
     descs, weight, rings, rows_at, first, M: gl.constexpr, T: gl.constexpr, K: gl.constexpr, GROUPS: gl.constexpr,
-    FORMAT: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, X_STAGES: gl.constexpr, PDL: gl.constexpr,
-    num_warps: gl.constexpr,
+    FORMAT: gl.constexpr, BLOCK_N: gl.constexpr, INPUTS: gl.constexpr, STAGES: gl.constexpr, X_STAGES: gl.constexpr,
+    PDL: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Sums of BLOCK_N rows of the weight with the M rows of x from `first` on, and with T more behind them."""
     x_desc, t_desc, w_desc, u_desc = descs
@@ -78,6 +70,7 @@ def products(
     w_row, u_row, low, high = rows_at
     DTYPE: gl.constexpr = x_desc.dtype
     ZEROS: gl.constexpr = weight.zeros is not None
+    WORDS: gl.constexpr = INPUTS // 32
     BOXES: gl.constexpr = (K + 2 * PIECE - 1) // (2 * PIECE)
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, M, 16])
     TAIL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, max(T, 8), 16])
@@ -111,22 +104,22 @@ def products(
         for part in gl.static_range(2):
             piece = 2 * box + part
             x_slot, more = piece % X_STAGES, piece + X_STAGES - 1
-            scales, zeros = scale_pairs(now[part], FORMAT, DTYPE, ZEROS)
-            halves = units_of(words[part])
-            for half in gl.static_range(2):
-                left = unit(halves[half], scales, zeros, FORMAT, DTYPE, ZEROS, LEFT, num_warps)
-                if half == 0:
+            scales, zeros = scale_pairs(now[part], WORDS, FORMAT, DTYPE, ZEROS)
+            units = units_of(words[part], WORDS)
+            for turn in gl.static_range(PIECE // INPUTS):
+                left = unit(units[turn], scales, zeros, FORMAT, DTYPE, ZEROS, LEFT, num_warps)
+                if turn == 0:
                     mbarrier.wait(x_ready.index(x_slot), piece // X_STAGES & 1)
-                right = xs.index(x_slot).slice(half * 64, 64, 1).permute((1, 0))
+                right = xs.index(x_slot).slice(turn * INPUTS, INPUTS, 1).permute((1, 0))
                 acc = warpgroup_mma(left, right, acc, is_async=True)
                 if T > 0:
                     left = gl.convert_layout(left, gl.DotOperandLayout(0, TAIL, 2))
-                    right = ts.index(x_slot).slice(0, T, 0).slice(half * 64, 64, 1).permute((1, 0))
+                    right = ts.index(x_slot).slice(0, T, 0).slice(turn * INPUTS, INPUTS, 1).permute((1, 0))
                     tail = warpgroup_mma(left, right, tail, is_async=True)
                     acc, tail = warpgroup_mma_wait(2, deps=(acc, tail))
                 else:
                     acc = warpgroup_mma_wait(1, deps=(acc,))
-                if half == 0:
+                if turn == 0:
                     all_threads()  # all warps are done with the piece before this one, and have read the box's words
                     ready, to, inside = x_ready.index(more % X_STAGES), more % X_STAGES, more < 2 * BOXES
                     mbarrier.expect(ready, X_BYTES, pred=inside)
@@ -147,63 +140,31 @@ def products(
 
 
 @gluon.jit
-def store_inner(acc, bias_ptr, h_ptr, expert, n_first, first, end, inner, padded, GATING: gl.constexpr,
-                INTERLEAVED: gl.constexpr, num_warps: gl.constexpr):  # fmt: skip
-    """Of gates and ups, in the order of columns of the second product; zeros beyond the inner channels."""
-    H: gl.constexpr = acc.shape[0] // 2
-    M: gl.constexpr = acc.shape[1]
-    OUT: gl.constexpr = channels_layout(num_warps, H, M)
-    STORE: gl.constexpr = gl.BlockedLayout([H // 16, 1], [16, 2], [1, num_warps], [0, 1])
-    gate, up = blocks(acc)
-    gate, up = gl.convert_layout(gate, OUT), gl.convert_layout(up, OUT)
-    n = n_first + gl.arange(0, H, layout=gl.SliceLayout(1, OUT))
-    if bias_ptr is not None:
-        at, other = n, inner + n
-        if INTERLEAVED:
-            at, other = 2 * n, 2 * n + 1
-        bias_ptr += expert * 2 * inner
-        gate += gl.expand_dims(gl.load(bias_ptr + at, mask=n < inner, other=0.0).to(gl.float32), 1)
-        up += gl.expand_dims(gl.load(bias_ptr + other, mask=n < inner, other=0.0).to(gl.float32), 1)
-    y = gl.where(gl.expand_dims(n < inner, 1), apply_gating(gate, up, GATING), 0.0).to(h_ptr.dtype.element_ty)
-    # Thread, word, number of a register, instruction of the word, half of its columns.
-    y = y.reshape([H // 32, 4, 2, 2, 2, M]).permute((1, 3, 4, 0, 2, 5)).reshape([H, M])
-    y = gl.convert_layout(y, STORE)
-    i = gl.arange(0, H, layout=gl.SliceLayout(1, STORE))
-    place = n_first + i
-    if H == 64:  # half of the threads' columns of a piece
-        place = n_first // 128 * 128 + n_first // 64 % 2 * 4 + i // 4 * 8 + i % 4
-    row = gl.expand_dims(first + gl.arange(0, M, layout=gl.SliceLayout(0, STORE)), 0)
-    place = gl.expand_dims(place, 1)
-    gl.store(h_ptr + row.to(gl.int64) * padded + place, y, mask=(row < end) & (place < padded))
-
-
-@gluon.jit
-def store_pairs(acc, bias_ptr, order_ptr, y_ptr, expert, n_first, first, end, hidden, num_warps: gl.constexpr):
-    H: gl.constexpr = acc.shape[0] // 2
-    OUT: gl.constexpr = gl.BlockedLayout([4, 1], [16, 2], [1, num_warps], [0, 1])
-    row = first + gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, OUT))
-    pair = gl.load(order_ptr + row, mask=row < end, other=0, cache_modifier=".cg").to(gl.int64)
-    row, pair, parts = gl.expand_dims(row, 0), gl.expand_dims(pair, 0), blocks(acc)
-    for half in gl.static_range(2):
-        y = gl.convert_layout(parts[half], OUT)
-        n = n_first + half * H + gl.arange(0, H, layout=gl.SliceLayout(1, OUT))
-        if bias_ptr is not None:
-            y += gl.expand_dims(gl.load(bias_ptr + expert * hidden + n, mask=n < hidden, other=0.0).to(gl.float32), 1)
-        n = gl.expand_dims(n, 1)
-        gl.store(y_ptr + pair * hidden + n, y.to(y_ptr.dtype.element_ty), mask=(row < end) & (n < hidden))
-
-
-@gluon.jit
 def product_of(
     descs, weight, rings, rows_at, to, place, M: gl.constexpr, T: gl.constexpr, K: gl.constexpr, GROUPS: gl.constexpr,
     FORMAT: gl.constexpr, UP: gl.constexpr, GATING: gl.constexpr, INTERLEAVED: gl.constexpr, BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr, X_STAGES: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
+    INPUTS: gl.constexpr, STAGES: gl.constexpr, X_STAGES: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """`products` of a tile of up to M + T pairs, and where they go."""
     bias_ptr, order_ptr, y_ptr, wide, padded = to
     expert, n, first, end = place
     acc, tail = products(
-        descs, weight, rings, rows_at, first, M, T, K, GROUPS, FORMAT, BLOCK_N, STAGES, X_STAGES, PDL, num_warps
+        descs,
+        weight,
+        rings,
+        rows_at,
+        first,
+        M,
+        T,
+        K,
+        GROUPS,
+        FORMAT,
+        BLOCK_N,
+        INPUTS,
+        STAGES,
+        X_STAGES,
+        PDL,
+        num_warps,
     )
     if UP:
         store_inner(acc, bias_ptr, y_ptr, expert, n, first, end, wide, padded, GATING, INTERLEAVED, num_warps)
@@ -219,8 +180,8 @@ def product_of(
 def expert_rows_kernel(
     x_desc, t_desc, w_desc, u_desc, weight, bias_ptr, order_ptr, starts_ptr, tiles_ptr, y_ptr, wide, padded,
     K: gl.constexpr, GROUPS: gl.constexpr, FORMAT: gl.constexpr, UP: gl.constexpr, GATING: gl.constexpr,
-    INTERLEAVED: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, X_STAGES: gl.constexpr, PDL: gl.constexpr,
-    num_warps: gl.constexpr,
+    INTERLEAVED: gl.constexpr, BLOCK_N: gl.constexpr, INPUTS: gl.constexpr, STAGES: gl.constexpr,
+    X_STAGES: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """A tile of pairs times rows of its expert: gates and ups where UP. x_desc, t_desc: boxes of the rows of `products`
     and of those beside them. wide: outputs of an expert, inner channels where UP; padded: columns of these as stored.
@@ -266,17 +227,17 @@ def expert_rows_kernel(
     if end - first <= T:
         product_of(
             (t_desc, t_desc, w_desc, u_desc), weight, (ws, us, ts, ts, w_ready, x_ready), rows_at, to, place, T, 0, K,
-            GROUPS, FORMAT, UP, GATING, INTERLEAVED, BLOCK_N, STAGES, X_STAGES, PDL, num_warps,
+            GROUPS, FORMAT, UP, GATING, INTERLEAVED, BLOCK_N, INPUTS, STAGES, X_STAGES, PDL, num_warps,
         )  # fmt: skip
     elif end - first <= M:
         product_of(
             (x_desc, t_desc, w_desc, u_desc), weight, (ws, us, xs, ts, w_ready, x_ready), rows_at, to, place, M, 0, K,
-            GROUPS, FORMAT, UP, GATING, INTERLEAVED, BLOCK_N, STAGES, X_STAGES, PDL, num_warps,
+            GROUPS, FORMAT, UP, GATING, INTERLEAVED, BLOCK_N, INPUTS, STAGES, X_STAGES, PDL, num_warps,
         )  # fmt: skip
     else:
         product_of(
             (x_desc, t_desc, w_desc, u_desc), weight, (ws, us, xs, ts, w_ready, x_ready), rows_at, to, place, M, T, K,
-            GROUPS, FORMAT, UP, GATING, INTERLEAVED, BLOCK_N, STAGES, X_STAGES, PDL, num_warps,
+            GROUPS, FORMAT, UP, GATING, INTERLEAVED, BLOCK_N, INPUTS, STAGES, X_STAGES, PDL, num_warps,
         )  # fmt: skip
 
 
@@ -301,7 +262,7 @@ def tile_for(x, weights, rows: int) -> RowsTile | None:
     """For pairs that other kernels take by so many rows; None for experts that these do not multiply, or not faster."""
     stacks = weights[:2]
     taken = (
-        rows >= TILE.least
+        rows >= FEW.least
         and has(x.device, Feature.WARPGROUPS)
         and x.dtype == torch.bfloat16
         and weights.gating.gated
@@ -310,7 +271,7 @@ def tile_for(x, weights, rows: int) -> RowsTile | None:
         and all(one.float_scales is None or one.scales.dtype == x.dtype for one in stacks)
         and all(one.data.data_ptr() % 16 == 0 for one in stacks)
     )
-    return TILE if taken else None
+    return (FEW if rows == FEW.least else MANY) if taken else None
 
 
 def described(tensor, rows: int, columns: int):
@@ -341,6 +302,6 @@ def grouped(x, groups, weights, given, chosen, tile, pdl):
             *(described(one, half, 32) for one in blocks),
             PackedWeight.of(stack)._replace(words=None), bias, order, starts, tiles, to, wide, h.shape[1],
             K=stack.shape[1], GROUPS=stack.scales.shape[1], FORMAT=stack.format.name, UP=up, GATING=weights.gating,
-            INTERLEAVED=weights.interleaved, BLOCK_N=tile.weight_rows, STAGES=tile.stages, X_STAGES=tile.x_stages,
-            num_warps=tile.warps, **pdl,
+            INTERLEAVED=weights.interleaved, BLOCK_N=tile.weight_rows, INPUTS=tile.inputs, STAGES=tile.stages,
+            X_STAGES=tile.x_stages, num_warps=tile.warps, **pdl,
         )  # fmt: skip

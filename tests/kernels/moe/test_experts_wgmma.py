@@ -13,7 +13,7 @@ from accel_kernels.gemm.quantized.operands import mma_operands_triton as fragmen
 from accel_kernels.gemm.quantized.operands import wgmma_operands_triton as warpgroup_factor
 from accel_kernels.gemm.quantized.operands import wgmma_units_triton as units
 from accel_kernels.gemm.quantized_weight import INT4, MXFP4, e2m1_numbers, mxfp4_weight, quantize_weight
-from accel_kernels.moe import experts_triton, gating_triton, grouped_triton, wgmma_triton
+from accel_kernels.moe import experts_triton, gating_triton, grouped_triton, wgmma_stores_triton, wgmma_triton
 from accel_kernels.moe.experts import experts
 from accel_kernels.moe.weights import ExpertWeights, Gating
 
@@ -27,7 +27,7 @@ E2M1 = e2m1_numbers(SimpleNamespace(data=torch.tensor([[0x76543210, -0x01234568]
 
 
 def unpacking(format):
-    """`pairs` as its text has it, of words (N, 8) and floats (N, 8)."""
+    """`pairs` as its text has it, of words and floats of the same shape."""
     if format is INT4:
         return numbers_of("int4", False, 136)
 
@@ -43,15 +43,16 @@ def device(format, gating):
     machine = Gluon(False)
     wait = SimpleNamespace(gdc_wait=lambda: None, gdc_launch_dependents=lambda: None)
 
-    def twice(pair, exponents):
+    def twice(pair, words, exponents):
         found = names["both"](*pair).data
-        return Array(np.repeat(2.0 ** (found - 127.0) if exponents else found, 2, axis=1))
+        return Array(np.repeat(2.0 ** (found - 127.0) if exponents else found, words, axis=1))
 
     def gated(gate, up, _):
         return Array(gating(*(torch.from_numpy(one.data) for one in (gate, up))).numpy())
 
     names = rebuilt(
-        (gluon_triton, fragments, warpgroup_factor, units, gating_triton, grouped_triton, wgmma_triton), gl=machine,
+        (gluon_triton, fragments, warpgroup_factor, units, gating_triton, grouped_triton, wgmma_stores_triton,
+         wgmma_triton), gl=machine,
         tl=machine.triton(wait), mbarrier=machine, start_load=machine.start_load, apply_gating=gated, twice=twice,
         warpgroup_mma=machine.warpgroup_mma, warpgroup_mma_wait=machine.warpgroup_mma_wait, pairs=unpacking(format),
         fence_async_shared=lambda: None, all_threads=lambda: None, zero_point=lambda *_: 136 if format is INT4 else 0,
@@ -70,7 +71,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("tile", [wgmma_triton.TILE, wgmma_triton.RowsTile(256, 8, 64, 64, 3, 2)], ids=["few", "many"])
+@pytest.mark.parametrize("tile", [wgmma_triton.FEW, wgmma_triton.MANY], ids=["few", "many"])
 @pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
 def test_emulated(case, tile, monkeypatch, poisoned):
     """From the op's arguments: what stands around the products by the interpreter."""

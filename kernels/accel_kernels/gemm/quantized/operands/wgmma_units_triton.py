@@ -1,7 +1,8 @@
-"""Words of 4 bits as the left factor of a warpgroup's products, 64 inputs at a time; a thread's have one scale.
+"""Words of 4 bits as the left factor of a warpgroup's products, 32 or 64 inputs at a time.
 
-As in `wgmma_operands_triton`, a tile is two blocks of rows that alternate by eight; their words come in boxes of 256
-inputs, of which each half is a piece. In smaller parts a piece takes fewer registers while it waits.
+As in `wgmma_operands_triton`, a tile is two blocks of rows that alternate by eight. Their words come in boxes of 256
+inputs, of which each half is a piece: 32 inputs of a thread, which have one scale. In smaller parts a piece takes fewer
+registers while it waits.
 """
 
 from triton import constexpr_function
@@ -14,11 +15,11 @@ from accel_kernels.gemm.quantized.operands.wgmma_operands_triton import both
 
 
 @constexpr_function
-def unit_layout(warps, rows):
-    """(rows, 8 words), two neighbors a thread's, as the left factor lies."""
-    registers = [[0, 1], [8, 0], *steps(2, 0, 16 * warps, rows)]
-    lanes = [[0, 2], [0, 4], *steps(2, 0, 1, 8)]
-    return gl.DistributedLinearLayout(registers, lanes, steps(2, 0, 16, 16 * warps), [], [rows, 8])
+def unit_layout(warps, rows, words):
+    """(rows, 4 words), neighbors a thread's, as the left factor lies."""
+    registers = [*steps(2, 1, 1, words), [8, 0], *steps(2, 0, 16 * warps, rows)]
+    lanes = [[0, words], [0, 2 * words], *steps(2, 0, 1, 8)]
+    return gl.DistributedLinearLayout(registers, lanes, steps(2, 0, 16, 16 * warps), [], [rows, 4 * words])
 
 
 @gluon.jit
@@ -29,33 +30,38 @@ def pieces_of(low, high):
 
 
 @gluon.jit
-def units_of(piece):
-    """(N, 16), four words of each thread, as the first two of each and the others, (N, 8)."""
+def units_of(piece, WORDS: gl.constexpr):
+    """(N, 16), four words of each thread, as so many of each at a time, (N, 4 WORDS)."""
     N: gl.constexpr = piece.shape[0]
-    first, second = gl.split(piece.reshape([N, 4, 2, 2]).permute((0, 1, 3, 2)))
-    return first.reshape([N, 8]), second.reshape([N, 8])
+    a, b = gl.split(piece.reshape([N, 4, 2, 2]).permute((0, 1, 3, 2)))
+    found = (a.reshape([N, 8]), b.reshape([N, 8]))
+    if WORDS == 1:
+        found = gl.split(a) + gl.split(b)
+    return found
 
 
 @gluon.jit
-def twice(pair, EXPONENTS: gl.constexpr):
-    """What rows of both blocks have, (H, 4) of 16 bits, as (2 H, 8) of the bits twice. EXPONENTS: of bfloat16 instead,
-    where 2^-127 is half of the least that has all bits.
+def twice(pair, WORDS: gl.constexpr, EXPONENTS: gl.constexpr):
+    """What rows of both blocks have, (H, 4) of 16 bits, as (2 H, 4 WORDS) of the bits twice. EXPONENTS: what they have
+    are those of bfloat16, of which 2^-127 is half of the least that has all bits.
     """
     bits = both(pair[0], pair[1])
     if EXPONENTS:
         bits = gl.maximum(bits.to(gl.int32) << 7, 0x40) * 0x10001
     else:
         bits = (bits.to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF) * 0x10001
-    N: gl.constexpr = bits.shape[0]
-    return gl.join(bits, bits).reshape([N, 8])
+    if WORDS == 2:
+        bits = gl.join(bits, bits).reshape([bits.shape[0], 8])
+    return bits
 
 
 @gluon.jit
 def unit(words, scales, zeros, FORMAT: gl.constexpr, DTYPE: gl.constexpr, ZEROS: gl.constexpr, LEFT: gl.constexpr,
          num_warps: gl.constexpr):  # fmt: skip
-    """64 inputs of the weight as the left factor. words, and the bits of their scales and zeros: (N, 8)."""
+    """8 inputs a word as the left factor. words, and the bits of their scales and zeros: (N, 4 or 8)."""
     N: gl.constexpr = words.shape[0]
-    UNIT: gl.constexpr = unit_layout(num_warps, N)
+    WORDS: gl.constexpr = words.shape[1] // 4
+    UNIT: gl.constexpr = unit_layout(num_warps, N, WORDS)
     words, scales = gl.convert_layout(words, UNIT), gl.convert_layout(scales, UNIT)
     if ZEROS:
         zeros = gl.convert_layout(zeros, UNIT)
@@ -65,7 +71,7 @@ def unit(words, scales, zeros, FORMAT: gl.constexpr, DTYPE: gl.constexpr, ZEROS:
     low = gl.join(gl.join(f[0], f[1]), gl.join(f[2], f[3]))
     high = gl.join(gl.join(f[4], f[5]), gl.join(f[6], f[7]))
     # Thread, word, number of a register, half of the instruction's columns, instruction of the word.
-    w = gl.join(low, high).reshape([N, 4, 2, 2, 2, 2]).permute((0, 2, 5, 4, 1, 3)).reshape([N, 64])
+    w = gl.join(low, high).reshape([N, 4, WORDS, 2, 2, 2]).permute((0, 2, 5, 4, 1, 3)).reshape([N, 32 * WORDS])
     return gl.convert_layout(w.to(DTYPE, bitcast=True), LEFT)
 
 
@@ -96,13 +102,13 @@ def box_scales(weight, low, high, column, K: gl.constexpr, GROUPS: gl.constexpr)
 
 
 @gluon.jit
-def scale_pairs(found, FORMAT: gl.constexpr, DTYPE: gl.constexpr, ZEROS: gl.constexpr):
+def scale_pairs(found, WORDS: gl.constexpr, FORMAT: gl.constexpr, DTYPE: gl.constexpr, ZEROS: gl.constexpr):
     """Of `scales_at`, for `unit`."""
     scales, zeros = found
-    bits = twice(scales, FORMAT == "mxfp4")
+    bits = twice(scales, WORDS, FORMAT == "mxfp4")
     if ZEROS:
         MIDDLE: gl.constexpr = zero_point(FORMAT, DTYPE)
         low, high = (-MIDDLE - zeros[0].to(gl.float32)).to(DTYPE), (-MIDDLE - zeros[1].to(gl.float32)).to(DTYPE)
-        return bits, twice((low, high), False)
+        return bits, twice((low, high), WORDS, False)
     else:
         return bits, bits
