@@ -10,6 +10,7 @@ import accel
 from accel.cuda_graphs.fingerprint import Fingerprint
 from accel.libraries.cache import cache_of
 from accel.seq2seq.memory_attention import MemoryStep
+from accel.seq2seq.processors import quicker
 from support.noted import noted
 
 pytestmark = pytest.mark.usefixtures("exact")
@@ -104,3 +105,26 @@ def test_logits_in_bf16_are_as_close_as_those_of_stock(family):
     off, usual = ((logits(model) - wanted).norm() / wanted.norm() for model in (ours, stock))
     assert off <= 1.5 * usual, (off, usual)
     assert vars(ours)["forward"].runner.replays > 30 and accel.report(ours).fallbacks == []
+
+
+def test_processors_of_speech_give_what_stock_gives_and_never_wait():
+    """Stock's look for the tokens that are suppressed sorts the vocabulary, and waits for how many it finds."""
+    config = t.GenerationConfig(eos_token_id=50257, no_timestamps_token_id=50364, max_initial_timestamp_index=50)
+    stock = [
+        t.SuppressTokensAtBeginLogitsProcessor([220, 50257], begin_index=3),
+        t.SuppressTokensLogitsProcessor(list(range(90)), device="cuda"),
+        t.WhisperTimeStampLogitsProcessor(config, begin_index=3),
+    ]
+    ours, theirs = quicker(stock), t.LogitsProcessorList(stock)
+    for length in (3, 3, 4, 5, 90, 90):
+        ids = torch.randint(50257, (8, length), device="cuda")
+        ids[::2, length // 2 :] = 50400
+        scores = 3 * torch.randn(8, 51866, device="cuda")
+        wanted = theirs(ids, scores)
+        ours(ids, scores)  # masks are made once, and kernels compiled
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            found = ours(ids, scores)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert torch.equal(found, wanted)
