@@ -4,8 +4,7 @@ from math import gcd
 from typing import Any
 
 import torch
-from accel_kernels import BlockWeight
-from accel_kernels.gemm.blocks.affine import INT4_AFFINE, Affine
+from accel_kernels.gemm.blocks.affine import affine_weight
 from accel_kernels.gemm.blocks.codebook import PIECE
 from torch import nn
 
@@ -70,8 +69,7 @@ def _pairs(module: Any, weight: torch.Tensor, data: torch.Tensor, scales: torch.
         return "4 bits with scales or zeros of a way of their own"
     if any(tuple(one.shape) != (columns // group, rows) for one in (scales, zeros)):
         return f"scales {tuple(scales.shape)} for a weight {tuple(weight.shape)}"
-    side = Affine(scales, zeros, rows, columns // PIECE, group // PIECE)
-    held = BlockWeight(data.view(torch.uint8), columns, INT4_AFFINE, side=side)
+    held = affine_weight(data.view(torch.uint8), scales, zeros, columns, group)
     return StoredWeight(held, module._parameters["bias"], weight.dtype)
 
 

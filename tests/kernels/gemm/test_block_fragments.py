@@ -11,8 +11,7 @@ pytest.importorskip("triton")
 
 from accel_kernels import Norm
 from accel_kernels.gemm import epilogue_triton as epilogue
-from accel_kernels.gemm.blocks import block_linear_triton as blocks
-from accel_kernels.gemm.blocks.affine import INT4_AFFINE, affine_case
+from accel_kernels.gemm.blocks.affine import affine_case
 from accel_kernels.gemm.blocks.fragments import block_gemv_mma_triton as gemv
 from accel_kernels.gemm.blocks.fragments import block_scales_triton as scales
 from accel_kernels.gemm.blocks.fragments import block_skinny_mma_triton as skinny
@@ -44,6 +43,8 @@ def device(kernel):
 CASES = {
     "a row, rms": (1, 1280, 37, 128, False, "rms", (4, 4, 2)),
     "a row, gate, groups of 64": (1, 768, 21, 64, True, "gemma", (8, 2, 1)),
+    "a row, gate, groups of 32": (1, 768, 21, 32, True, "rms", (2, 2, 1)),
+    "rows, groups of 96": (2, 768, 20, 96, False, "none", (2, 4, 1)),
     "a row, one group": (1, 512, 40, 512, False, "none", (1, 4, 1)),
     "rows": (3, 768, 37, 256, False, "none", (2, 4, 2)),
     "more rows": (37, 512, 70, 128, False, "none", (1, 2, 3)),
@@ -76,12 +77,3 @@ def test_emulated(case, monkeypatch):
     wanted = quantized_linear.reference(x.double(), weight, bias.double(), **wide)
     theirs = (quantized_linear.reference(x, weight, bias, **more).double() - wanted).abs().max()
     assert (found.double() - wanted).abs().max() <= 2 * theirs
-
-
-def test_groups_that_units_do_not_fit_are_left_to_other_kernels(monkeypatch):
-    monkeypatch.setattr(blocks, "has", lambda *_: True)
-    monkeypatch.setattr(blocks, "multiprocessors", lambda _: 132)
-    x = torch.randn(1, 768).bfloat16()
-    for group, taken in ((32, False), (64, True), (96, False), (128, True), (192, True), (768, True)):
-        weight = affine_case(torch.randn(64, 768).bfloat16(), group)
-        assert weight.format is INT4_AFFINE and (blocks.by_fragments(x, weight, None, None) is not None) == taken

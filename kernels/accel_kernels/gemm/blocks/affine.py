@@ -31,12 +31,20 @@ def affine_values(weight: BlockWeight) -> torch.Tensor:
     return groups * scale + zero
 
 
-INT4_AFFINE = WeightFormat("int4-affine", PIECE, PIECE // 2, affine_values, source="affine")
+# How kernels read them differs where a scale covers an odd number of pieces.
+INT4_AFFINE = tuple(
+    WeightFormat("int4-affine", PIECE, PIECE // 2, affine_values, source=source) for source in ("affine", "affine-32")
+)
+
+
+def affine_weight(data: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, columns: int, group: int) -> BlockWeight:
+    """data: (N, columns / 2) uint8. group: columns to a scale, a multiple of 32."""
+    side = Affine(scale, zero, len(data), columns // PIECE, group // PIECE)
+    return BlockWeight(data, columns, INT4_AFFINE[side.group % 2], side=side)
 
 
 def affine_case(full: torch.Tensor, group: int = 32) -> BlockWeight:
     """Any weight in the shape of `full`, about as large; group: columns to a scale."""
     data = (full * 1e4).int().bitwise_and(255).to(torch.uint8)[:, ::2].contiguous()
     scale = full[:, ::group].t().abs().contiguous() / 8
-    side = Affine(scale, -scale, len(full), full.shape[1] // PIECE, group // PIECE)
-    return BlockWeight(data, full.shape[1], INT4_AFFINE, side=side)
+    return affine_weight(data, scale, -scale, full.shape[1], group)

@@ -105,8 +105,7 @@ def by_fragments(x, weight, norm, up) -> GemvTile | None:
         return None
     if k % (512 if source == "sixes" else 256) or k > 1 << 14 or n * k >= 1 << 31:
         return None
-    side = weight.side
-    if (source == "table" and side.shift == 0) or (source == "affine" and side.group % 2):  # a scale to 32 columns
+    if source == "table" and weight.side.shift == 0:  # a scale to 32 columns
         return None
     if any(t is not None and t.data_ptr() % 16 for t in (x, weight.data, up and up.data)):
         return None

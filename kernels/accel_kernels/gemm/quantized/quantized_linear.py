@@ -226,6 +226,8 @@ CASES = (
     _affine("int4-affine-rows-3-gate", 3, 96, 21, gate=True, activation="silu", bias=True, small=True),
     _affine("int4-affine-128-gate", 1, 1280, 21, 128, norm="rms", gate=True, activation="silu"),
     _affine("int4-affine-64-rows-11-gate", 11, 768, 77, 64, gate=True, activation="silu", bias=True),
+    _affine("int4-affine-32", 1, 512, 45, 32, norm="rms", residual=True),
+    _affine("int4-affine-32-rows-13-gate", 13, 768, 37, 32, gate=True, activation="silu"),
     _affine("int4-affine-128-rows-37", 37, 1024, 50, 128, residual=True, activation="gelu_tanh"),
     _ggml("q6_k-rows-23-gate", 23, 512, 33, "Q6_K", gate=True, activation="silu"),
     _codebook("nf4-rows-64", 64, 256, 40, bias=True),

@@ -8,7 +8,7 @@ from triton import constexpr_function
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from accel_kernels.gemm.blocks.fragments.units_triton import SPAN
+from accel_kernels.gemm.blocks.fragments.units_triton import SPAN, is_affine, unit_parts
 from accel_kernels.gemm.blocks.ggml_triton import ggml_format
 from accel_kernels.gemm.quantized.operands.mma_operands_triton import of_either, places, scales_layout
 
@@ -16,7 +16,7 @@ from accel_kernels.gemm.quantized.operands.mma_operands_triton import of_either,
 @constexpr_function
 def has_minimum(source):
     """Whether sums of x are taken off, too."""
-    return source in ("runs", "affine")
+    return source in ("runs", "affine", "affine-32")
 
 
 @gluon.jit
@@ -36,14 +36,17 @@ def span_scales(weight, up, block, blocks, span, n, ROWS: gl.constexpr, K: gl.co
             return held, of_either(weight.side.absmax2, up.side.absmax2, place >> 8, inside, upper, GATE)
         else:
             return (held,)
-    elif SOURCE == "affine":
-        # A division by how many pieces a group has, of which there are at most 512: a multiplication.
-        group = (span * 8 + unit * 2) * ((1 << 20) // weight.side.group + 1) >> 20
-        place = group * weight.side.rows + real
-        return (
-            of_either(weight.side.scale, up.side.scale, place, inside, upper, GATE),
-            of_either(weight.side.zero, up.side.zero, place, inside, upper, GATE),
-        )
+    elif is_affine(SOURCE):
+        held = ()
+        for part in gl.static_range(unit_parts(SOURCE)):
+            # A division by how many pieces a group has, of which there are at most 512: a multiplication.
+            group = (span * 8 + unit * 2 + part) * ((1 << 20) // weight.side.group + 1) >> 20
+            place = group * weight.side.rows + real
+            held = held + (
+                of_either(weight.side.scale, up.side.scale, place, inside, upper, GATE),
+                of_either(weight.side.zero, up.side.zero, place, inside, upper, GATE),
+            )
+        return held
     else:
         F: gl.constexpr = ggml_format(FORMAT)
         first = real * (K // SPAN) + span
@@ -108,9 +111,13 @@ def part_scales(held, weight, up, ROWS: gl.constexpr, SOURCE: gl.constexpr, ZERO
             return (scale * held[1] + shift,)
         else:
             return held
-    elif SOURCE == "affine":
-        scale = held[0].to(gl.float32)
-        return scale, held[1].to(gl.float32) - scale * (ZERO + 8)
+    elif is_affine(SOURCE):
+        scales = ()
+        least = ()
+        for part in gl.static_range(unit_parts(SOURCE)):
+            scales = scales + (held[2 * part].to(gl.float32),)
+            least = least + (held[2 * part + 1].to(gl.float32) - scales[part] * (ZERO + 8),)
+        return scales + least
     elif SOURCE == "runs":
         first, second, rest = held[1], held[2], held[3]
         s = gl.where(unit >= 2, (rest & 0x0F0F0F0F) | ((first >> 2) & 0x30303030), first & 0x3F3F3F3F)

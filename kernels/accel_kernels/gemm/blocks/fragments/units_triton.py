@@ -4,7 +4,8 @@ A set is 512 columns of a row, two spans of four units. A unit is 64 columns, of
 multiply. Columns of a unit with one scale are one product, a part. SOURCE, a name of a format's own, says how:
 
 - "table": places in a table of 16, two to a byte, one scale to a unit;
-- "affine": 4-bit numbers in order, a scale and what is added to a unit, which lie in tensors of their own;
+- "affine": 4-bit numbers in order, a scale and what is added to a unit, which lie in tensors of their own; of
+  "affine-32" to half of one;
 - "runs": 32 bytes of 4-bit numbers, the lower halves before the upper ones, with a scale and a minimum each;
 - "bytes": two blocks of 32 bytes and a scale before them;
 - "sixes": 4 bits and 2 bits of numbers with a scale to 16.
@@ -30,7 +31,13 @@ AFTER_ALL = gl.constexpr("bar.sync 0;\nmov.b32 $0, $1;")
 @constexpr_function
 def unit_parts(source):
     """Products of a unit, each of as many columns."""
-    return {"table": 1, "affine": 1, "runs": 2, "bytes": 2, "sixes": 4}[source]
+    return {"table": 1, "affine": 1, "affine-32": 2, "runs": 2, "bytes": 2, "sixes": 4}[source]
+
+
+@constexpr_function
+def is_affine(source):
+    """Of either kind."""
+    return source.startswith("affine")
 
 
 @constexpr_function
@@ -116,6 +123,8 @@ def unit_words(ptr, row, span, word, inside, STEP: gl.constexpr, K: gl.constexpr
     """
     if SOURCE == "table" or SOURCE == "affine":
         return (_load(ptr, row * (K // 8) + span * 32 + word + STEP * 8, inside),)
+    elif SOURCE == "affine-32":
+        return (_load(ptr, row * (K // 8) + span * 32 + word // 2 + word % 2 * 4 + STEP * 8, inside),)
     elif SOURCE == "runs":
         F: gl.constexpr = ggml_format(FORMAT)
         first = (row * (K // SPAN) + span) * (F.bytes // 4) + word
@@ -186,6 +195,10 @@ def unit_factors(words, high, table, bank, STEP: gl.constexpr, DTYPE: gl.constex
         return (w.reshape([S, N, 64]).to(DTYPE, bitcast=True),)
     elif SOURCE == "affine":
         return (unpacked(words[0] ^ SIGNS, 0, 0, "int4", DTYPE, False, False, True),)
+    elif SOURCE == "affine-32":
+        a, b = _halves(words[0] ^ SIGNS)
+        first = unpacked(a, 0, 0, "int4", DTYPE, False, False, True)
+        return first, unpacked(b, 0, 0, "int4", DTYPE, False, False, True)
     elif SOURCE == "runs":
         PROGRAM: gl.constexpr = _program(SOURCE, BF16)
         f = gl.inline_asm_elementwise(
@@ -247,8 +260,8 @@ def part_factor(x, SOURCE: gl.constexpr, RIGHT: gl.constexpr):
     S: gl.constexpr = x.shape[0]
     M: gl.constexpr = x.shape[1]
     COLUMNS: gl.constexpr = x.shape[2]
-    if SOURCE == "affine":
-        return x_factor(x, 2, "int4", False, RIGHT)
+    if is_affine(SOURCE):
+        return x_factor(x, COLUMNS // 32, "int4", False, RIGHT)
     elif SOURCE == "table":
         x = x.reshape([S, M, 4, 2, 2, 2, 2]).permute((0, 3, 4, 5, 2, 6, 1))
     elif SOURCE == "sixes":
