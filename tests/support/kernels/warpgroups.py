@@ -145,6 +145,7 @@ class Gluon:
     arange = staticmethod(lambda start, end, layout=None: Array(np.arange(start, end)))
     zeros = staticmethod(lambda shape, dtype, layout: Array(np.zeros(shape)))
     full = staticmethod(lambda shape, value, dtype, layout: Array(np.full(shape, value)))
+    gather = staticmethod(lambda a, index, axis: Array(a.data[index.data.astype(int)]))
     sum = staticmethod(lambda a, axis: Array(a.data.sum(axis)))
     rsqrt = staticmethod(lambda a: Array(a.data**-0.5))
     mma_v2 = staticmethod(lambda left, right, acc: Array(acc.data + left.data @ right.data))

@@ -74,6 +74,12 @@ def steps_of(k, warps):
 
 
 @constexpr_function
+def whole(k):
+    """What holds a row."""
+    return 1 << (k - 1).bit_length()
+
+
+@constexpr_function
 def parts_of(k, groups):
     """Columns of the right factor that a span takes: one for each scale."""
     return max(1, 128 * groups // k)
@@ -165,19 +171,30 @@ def gemv_mma_kernel(
     x_share, x_row, column = places(num_warps, 8, COLUMNS, X)
     place = (x_row // PARTS * num_warps + x_share) * COLUMNS + column
     inside = (column // (COLUMNS // PARTS) == x_row % PARTS) & (place < K)
-    if weight.order is not None:
-        place = gl.load(weight.order + place, mask=inside, other=0)
+    if weight.order is not None:  # a program reads x as it lies, and puts it in order in shared memory
+        source = gl.load(weight.order + place, mask=inside, other=0).reshape([num_warps * 8 * COLUMNS])
+        place = gl.arange(0, whole(K), layout=gl.BlockedLayout([8], [32], [num_warps], [0]))
+        taken = place < K
+    else:
+        taken = inside
     if PDL:
         tl.extra.cuda.gdc_wait()
-    x = gl.load(x_ptr + place, mask=inside, other=0.0)
+    x = gl.load(x_ptr + place, mask=taken, other=0.0)
     rate = 1.0
     if NORM == "rms":
         wide = x.to(gl.float32)
-        squares = gl.sum((wide * wide).reshape([num_warps, 8, 4, 32]), axis=3)
-        rate = gl.rsqrt(gl.sum(gl.sum(gl.sum(squares, axis=2), axis=1), axis=0) / K + norm.eps)
+        if weight.order is not None:
+            squares = wide * wide
+        else:
+            squares = gl.sum((wide * wide).reshape([num_warps, 8, 4, 32]), axis=3)
+            squares = gl.sum(gl.sum(squares, axis=2), axis=1)
+        rate = gl.rsqrt(gl.sum(squares, axis=0) / K + norm.eps)
         if norm.weight is not None:
-            nw = gl.load(norm.weight + place, mask=inside, other=0.0)
+            nw = gl.load(norm.weight + place, mask=taken, other=0.0)
             x = (wide * (nw.to(gl.float32) + norm.offset)).to(DTYPE)
+    if weight.order is not None:
+        x = gl.gather(x, source, 0).reshape([num_warps, 8, COLUMNS])
+        x = gl.where(inside, gl.convert_layout(x, X), 0.0)
     right = x_factor(x, 4, "int4", False, RIGHT)
     sums = column_sums(right, 16, MMA, LEFT)
     nothing = gl.zeros([num_warps, 16, 8], gl.float32, MMA)
@@ -204,11 +221,11 @@ def takes(norm, dtype: torch.dtype) -> bool:
 
 
 def gemv_tile(n: int, k: int, group: int, gate: bool, processors: int, ordered: bool = False) -> GemvTile | None:
-    """As measured on an H200: 16 warps to a multiprocessor, in as many programs as there are blocks for, in one where
-    each has to put x in order; None where no program's warps hold x in one factor each.
+    """As measured on an H200: 16 warps to a multiprocessor, in as many programs as there are blocks for, at most two
+    where each has to put x in order; None where no program's warps hold x in one factor each.
     """
     blocks = triton.cdiv(n, 8 if gate else 16)
-    for warps in (16,) if ordered else (4, 8, 16):
+    for warps in (8, 16) if ordered else (4, 8, 16):
         enough = warps == 16 or blocks > 16 // warps // 2 * processors
         if enough and steps_of(k, warps) * parts_of(k, k // group) <= 8:
             return GemvTile(warps, 4, 16 // warps)
