@@ -75,7 +75,7 @@ class HotExperts:
             self.reads = torch.zeros(layers, 2 * self.experts, device=memory.device)
             self.heat = torch.zeros(layers, self.experts, device=memory.device) if heat is None else heat
             self.one = torch.ones(1, device=memory.device)
-            card = torch.zeros(layers, copies, len(steps), dtype=torch.int64)
+            card = torch.zeros(layers, copies, len(steps), dtype=torch.int64, device="cpu")
         self.parts: list[list[tuple[int, int]]] = []  # of each layer: where each tensor begins, bytes of an expert
         self.copied: list[list[torch.Tensor]] = []  # of each: those on the card
         at = 0
@@ -91,7 +91,9 @@ class HotExperts:
                 self.copied[i].append(copied.view(torch.int64).view(copies, step // 8))
                 base = (bytes_ if bytes_ is not None else piece.bytes).data_ptr() + start
                 first = copied.data_ptr() - base
-                card[i, :, column] = (first + step * torch.arange(copies)).div(PLACE_BYTES, rounding_mode="floor")
+                card[i, :, column] = (first + step * torch.arange(copies, device="cpu")).div(
+                    PLACE_BYTES, rounding_mode="floor"
+                )
                 at += copies * step
         self.card = card.to(memory.device)
         for i, forward in enumerate(forwards):

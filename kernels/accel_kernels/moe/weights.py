@@ -97,7 +97,9 @@ class ExpertWeights(NamedTuple):
 
     def in_stacks(self) -> torch.Tensor:
         """`places` of experts that lie in their stacks, on the CPU."""
-        return torch.arange(self.experts, device="cpu")[:, None] * torch.tensor(self.steps()) // PLACE_BYTES
+        return (
+            torch.arange(self.experts, device="cpu")[:, None] * torch.tensor(self.steps(), device="cpu") // PLACE_BYTES
+        )
 
     def matrices(self, expert: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Both matrices of one expert, (2 I, H) and (H, I); quantized ones in this dtype."""
