@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 import accel
-from accel.bench.llm.models import build, prompt
+from accel.bench.llm.models import build, build_by_layers, config_of, from_config, prompt
 from accel.bench.memory import device_bytes, device_peak, release
 from accel.bench.timing import synchronize
+from accel.offload.blocks import nbytes
 from accel.offload.call_hooks import streamed_model
 
 PROMPT, TOKENS, WARM = 128, 128, 3  # of a text, that are timed, texts before
@@ -27,7 +28,10 @@ def measure_text(name: str, device: torch.device, budgets: list[str], weights: s
     """
     release(device)
     before = device_bytes(device)
-    model = build(name, device, torch.bfloat16)
+    paper = from_config(config_of(name), torch.device("meta"), torch.bfloat16)
+    large = weights is not None and device.type == "cuda" and nbytes(paper) > torch.cuda.mem_get_info(device)[0]
+    model = build_by_layers(name, device, str(weights)).to(device) if large else build(name, device, torch.bfloat16)
+    weights = None if large else weights  # which they are in already
     given = prompt(model, 1, PROMPT)
     found: dict[str, dict] = {}
     with torch.no_grad():

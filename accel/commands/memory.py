@@ -94,9 +94,9 @@ def bench_memory(
     budgets: Annotated[str, typer.Option(help="with commas between them")] = "24GB,16GB,12GB,8GB",
     out: Annotated[Path, typer.Option(help="folder for the JSON file")] = Path("benchmarks/results"),
     device: Annotated[str | None, typer.Option(help=DEVICE_HELP)] = None,
-    weights: Annotated[str, typer.Option(help="of language models, as of accel.optimize")] = "int4",
+    weights: Annotated[str | None, typer.Option(help="as of accel.optimize; int4 for language models")] = None,
 ) -> None:
-    """Time a model within budgets of memory and on the card as a whole: four calls, by stock's group offload too; of a
+    """Time a model within budgets of memory and on the card: four calls, by stock's model and group offload too; of a
     language model a text of 128 tokens.
 
     Random weights; writes JSON. Ends with 1 where one fails.
@@ -111,8 +111,8 @@ def bench_memory(
 
     def measure(name: str, place: "torch.device") -> dict:
         if name in CONFIGS:
-            return measure_text(name, place, budgets.split(","), weights)
-        return measure_budgets(name, place, budgets.split(","))
+            return measure_text(name, place, budgets.split(","), weights or "int4")
+        return measure_budgets(name, place, budgets.split(","), weights)
 
     def told(row: dict) -> Iterator[tuple[str, ...]]:
         for key, one in row["memory"].items():

@@ -23,8 +23,9 @@ WARM = 4  # before them: the first tells what a call needs, then kernels are cho
 SAMPLE = 2**28  # bytes by which speeds are measured
 
 
-def measure_budgets(name: str, device: torch.device, budgets: list[str]) -> dict:
-    """One row: seconds of STEPS calls on the card, within each budget, and by stock's group offload.
+def measure_budgets(name: str, device: torch.device, budgets: list[str], weights: str | None = None) -> dict:
+    """One row: seconds of STEPS calls on the card, within each budget, and by stock's model and group offload. weights:
+    as of accel.optimize; stock's are in 16 bits.
 
     error: of the largest element, against the optimized model on the card; 0 is equal to the bit. Peaks are of the
     whole device, above what it had in use before the model. Raises KeyError for an unknown name.
@@ -35,11 +36,11 @@ def measure_budgets(name: str, device: torch.device, budgets: list[str]) -> dict
     found: dict[str, dict] = {}
     with torch.no_grad():
         found["stock, on the card"], _ = _timed(model, call, device, before, warm=1)
-        accel.optimize(model)
+        accel.optimize(model, weights=weights)
         found["accel, on the card"], wanted = _timed(model, call, device, before)
         for budget in budgets:
             started = time.perf_counter()
-            accel.optimize(model, memory=budget)
+            accel.optimize(model, memory=budget, weights=weights)
             ready = time.perf_counter() - started
             row, got = _timed(model, call, device, before)
             held = streamed_model(model)
@@ -47,21 +48,31 @@ def measure_budgets(name: str, device: torch.device, budgets: list[str]) -> dict
             row |= {"ready_s": round(ready, 1), "streamed_gb": round(held.sizes.moved(held.streamed or ()) / 1e9, 2)}
             found[f"accel, {budget}"] = row | {"error": _apart(got, wanted)}
         accel.restore(model)
+        with _model_offload(model, device) as offload:
+            found["stock, model offload"], _ = _timed(model, call, device, before, warm=1, end=offload)
         with _group_offload(model, device):
             found["stock, group offload"], _ = _timed(model, call, device, before, warm=1, steps=1)
     return {"name": name, "memory": found}
 
 
 def _timed(
-    model: nn.Module, call: Call, device: torch.device, before: int, warm: int = WARM, steps: int = STEPS
+    model: nn.Module,
+    call: Call,
+    device: torch.device,
+    before: int,
+    warm: int = WARM,
+    steps: int = STEPS,
+    end: Callable[[], object] = tuple,
 ) -> tuple[dict, torch.Tensor]:
     for _ in range(warm):
         call(model, 0)
+    end()
     release(device)
     with device_peak(device) as peak:
         started = time.perf_counter()
         for i in range(steps):
             result = call(model, i)
+        end()
         synchronize(device)
         seconds = time.perf_counter() - started
         result = call(model, 0)
@@ -70,6 +81,17 @@ def _timed(
 
 def _apart(got: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((got.float() - wanted.float()).abs().max() / wanted.float().abs().max())
+
+
+@contextmanager
+def _model_offload(model: nn.Module, device: torch.device) -> Iterator[Callable[[], object]]:
+    """Inside, a call brings all of the model to the card, as a pipeline's does; what is given takes it off again."""
+    import accelerate
+
+    _, hook = accelerate.cpu_offload_with_hook(model, device)
+    hook.offload()
+    yield hook.offload
+    hook.remove()
 
 
 @contextmanager

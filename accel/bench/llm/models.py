@@ -56,6 +56,23 @@ def from_config(config: Any, device: torch.device, dtype: torch.dtype) -> "PreTr
         return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
+def build_by_layers(name: str, device: torch.device, weights: str) -> "PreTrainedModel":
+    """The model of this name, its linears in fewer bits, where all of it would not fit in 16: one random layer is
+    rounded, and copied on the CPU as often as the model has layers.
+    """
+    import accel
+
+    config = config_of(name)
+    number, config.num_hidden_layers = config.num_hidden_layers, 1
+    model = endless(accel.quantize(from_config(config, device, torch.bfloat16), weights).requires_grad_(False)).cpu()
+    layers = model.get_decoder().layers
+    for i in range(1, number):
+        layers.append(copy.deepcopy(layers[0]))
+        layers[i].self_attn.layer_idx = i
+    model.config.num_hidden_layers = number
+    return model
+
+
 @torch.no_grad()
 def round_to_mxfp4(model: "PreTrainedModel") -> None:
     """Gives transposed stacks of experts values as a file in MXFP4 has them."""

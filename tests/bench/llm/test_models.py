@@ -153,3 +153,13 @@ def test_a_step_reads_less_of_a_rounded_cache(tiny):
     ]
     cache = traffic.cache(4, 64 + (work.few + work.many) // 2)
     assert shares[0] - shares[1] == pytest.approx(0.625 * cache / 1e9 / 1e-3, abs=2e-4)
+
+
+@torch.no_grad()
+def test_a_model_is_built_of_one_layer_in_fewer_bits():
+    model, ids = models.build_by_layers("tiny", CPU, "int8"), torch.arange(9)[None]
+    layers = model.model.layers
+    assert [layer.self_attn.layer_idx for layer in layers] == list(range(model.config.num_hidden_layers)) == [0, 1]
+    assert {type(layer.mlp.up_proj).__name__ for layer in layers} == {"QuantizedLinear"}
+    written = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=3, do_sample=False)
+    assert written.shape == (1, 12)
