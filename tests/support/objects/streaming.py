@@ -52,21 +52,24 @@ def emulate(monkeypatch):
 
 
 def flux(layers=3):
+    """A model, and a call of it with so many tokens of an image."""
     sizes = {"patch_size": 1, "in_channels": 4, "attention_head_dim": 16, "num_attention_heads": 2}
     widths = {"joint_attention_dim": 32, "pooled_projection_dim": 32, "axes_dims_rope": (4, 4, 8)}
     model = FluxTransformer2DModel(num_layers=layers, num_single_layers=6, **sizes, **widths).eval()
-    ids = {"img_ids": torch.randn(16, 3), "txt_ids": torch.zeros(8, 3), "timestep": torch.tensor([0.5])}
-    given = {"hidden_states": torch.randn(1, 16, 4), "encoder_hidden_states": torch.randn(1, 8, 32)}
-    given |= ids | {"pooled_projections": torch.randn(1, 32)}
-    return model, lambda model: model(**given).sample
+    ids, text = torch.randn(64, 3), {"encoder_hidden_states": torch.randn(1, 8, 32), "txt_ids": torch.zeros(8, 3)}
+    given = text | {"pooled_projections": torch.randn(1, 32), "timestep": torch.tensor([0.5])}
+    image = torch.randn(1, 64, 4)
+    return model, lambda model, size=16: model(image[:, :size], img_ids=ids[:size], **given).sample
 
 
-def llama():
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+def llama(width=32):
+    """A model, and a call of it that writes behind so many tokens."""
+    sizes = {"hidden_size": width, "intermediate_size": 2 * width, "num_attention_heads": 4, "num_key_value_heads": 2}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_hidden_layers=6, **sizes)).eval()
-    ids = torch.randint(0, 64, (2, 9))
-    call = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
-    return model, lambda model: model.generate(ids, **call)
+    ids, settings = torch.randint(0, 64, (2, 64)), {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    return model, lambda model, size=9: model.generate(
+        ids[:, :size], attention_mask=torch.ones_like(ids[:, :size]), **settings
+    )
 
 
 def stored(model):
