@@ -7,9 +7,9 @@ from accel_kernels.device import Feature, has
 from accel_kernels.gemm.int8_linear import in_passes, integer_product
 from accel_kernels.moe.chooser import ExpertsChooser, possible_ways
 from accel_kernels.moe.experts import CASES, experts
+from accel_kernels.moe.hopper.wgmma_triton import tile_for
 from accel_kernels.moe.route import Routing, route
 from accel_kernels.moe.tiles import DEQUANTIZED, GEMV, TILES
-from accel_kernels.moe.wgmma_triton import tile_for
 from accel_kernels.trials import Trials
 
 from support.kernels.numbers import assert_scaled_product

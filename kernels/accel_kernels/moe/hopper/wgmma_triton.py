@@ -28,7 +28,7 @@ from accel_kernels.gemm.quantized.operands.wgmma_operands_triton import half_lay
 from accel_kernels.gemm.quantized.operands.wgmma_units_triton import box_scales, pieces_of, scale_pairs, unit, units_of
 from accel_kernels.gemm.quantized_weight import INT4, MX_GROUP, MXFP4, PackedWeight, Quantized
 from accel_kernels.moe.grouped_triton import places_of_tile
-from accel_kernels.moe.wgmma_stores_triton import store_inner, store_pairs
+from accel_kernels.moe.hopper.wgmma_stores_triton import store_inner, store_pairs
 from accel_kernels.sizes import cdiv
 from accel_kernels.warmup import launch
 

@@ -1,0 +1,1 @@
+"""Experts by products of warpgroups: Hopper's own instructions, in gluon."""
