@@ -23,12 +23,13 @@ def plan(
     bus: Annotated[float, typer.Option(help="GB/s from pinned memory; measured where there is a GPU")] = 25.0,
     tflops: Annotated[float, typer.Option(help="of products in 16 bits; measured where there is a GPU")] = 70.0,
     bandwidth: Annotated[float, typer.Option(help="GB/s of the GPU's memory; measured where there is a GPU")] = 900.0,
+    weights: Annotated[str | None, typer.Option(help="of a language model, as of accel.optimize")] = None,
 ) -> None:
     """Tell which blocks stay on the GPU within a budget, which stream, and the seconds a step. Nothing is loaded."""
     import torch
     from rich.table import Table
 
-    from accel.bench.diffusion.streaming import on_paper, speeds
+    from accel.bench.diffusion.streaming import in_fewer_bits, on_paper, speeds
     from accel.options import bytes_of
 
     with user_errors("--memory", ValueError):
@@ -36,12 +37,16 @@ def plan(
     known = {"bus": bus * 1e9, "rate": tflops * 1e12, "memory": bandwidth * 1e9}
     if torch.cuda.is_available():
         known = speeds(torch.device("cuda"))
-    table = Table("part", "weights GB", "blocks", "stream", "on the GPU GB", "moved GB a step", "s a step", "all there")
+    columns = "on the GPU GB", "moved GB a step", "s a step", "all there"
+    table = Table("part", "weights GB", "blocks", "stream", "experts there", *columns)
     for name, (part, flops, beside) in _parts(model).items():
+        if weights is not None:
+            in_fewer_bits(part, weights)
         row = on_paper(part, flops, beside, memory, known)
-        numbers = (f"{row[key]:.2f}" for key in ("on_card_gb", "moved_gb", "seconds", "resident_s"))
-        counts = str(row["blocks"]), str(row["streamed"]) if row["fits"] else "does not fit"
-        table.add_row(name or type(part).__name__, f"{row['weights_gb']:.2f}", *counts, *numbers)
+        numbers = (f"{row[key]:.2f}" for key in ("on_card_gb", "moved_gb"))
+        seconds = (f"{row[key]:.4f}" for key in ("seconds", "resident_s"))
+        counts = str(row["blocks"]), str(row["streamed"]) if row["fits"] else "does not fit", row["experts"]
+        table.add_row(name or type(part).__name__, f"{row['weights_gb']:.2f}", *counts, *numbers, *seconds)
     Console().print(table)
 
 

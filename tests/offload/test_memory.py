@@ -10,10 +10,10 @@ import torch
 from accel_kernels.moe.weights import PLACE_BYTES
 from accelerate import cpu_offload, dispatch_model
 from diffusers.hooks import apply_group_offloading
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import accel
-from accel.bench.diffusion.streaming import on_paper
+from accel.bench.diffusion.streaming import in_fewer_bits, on_paper
 from accel.bench.memory import peak_on_paper
 from accel.diffusion import tiling
 from accel.diffusion.tiling import decodes_within
@@ -82,6 +82,19 @@ def mixture(name, weights):
     ids, mask = padded()
     call = {"attention_mask": mask, "max_new_tokens": 9, "do_sample": False, "pad_token_id": 0}
     return accel.optimize(model, weights=weights), lambda model: model.generate(ids, **call)
+
+
+def test_a_plan_counts_the_experts_that_stay():
+    twin, _ = mixture("qwen3-moe", "int4-g32")
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(twin.config, dtype=torch.bfloat16)
+    in_fewer_bits(model, "int4-g32")
+    sizes, wanted = sizes_of(model), sizes_of(twin)  # whose scales are float32
+    assert sizes.experts == 4 and sum(wanted.blocks) / 1.15 < sum(sizes.blocks) < sum(wanted.blocks)
+    memory = (sizes.on_card(range(4), 1) + sizes.blocks[0] // 2) / 0.9
+    row = on_paper(model, 1.0, None, f"{memory / 1e9:.9f}GB", {"bus": 1.0, "rate": 1e12, "memory": 1e12})
+    assert row["fits"] and row["experts"] == "1 of 4"  # of which a token takes two
+    assert row["seconds"] == pytest.approx(0.5 * 0.75 * sum(sizes.blocks), rel=1e-3)
 
 
 @pytest.mark.parametrize(("name", "weights"), [("qwen3-moe", "int4-g32"), ("mixtral", None)])

@@ -6,16 +6,19 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from accel_kernels.gemm.quantized_weight import FORMATS
 from torch import nn
 
 import accel
 from accel.bench.adapters import plain_subject
 from accel.bench.memory import device_bytes, device_peak, release
 from accel.bench.timing import synchronize
+from accel.libraries.experts import experts_of_a_token
 from accel.offload.blocks import sizes_of
 from accel.offload.budget import predicted_seconds, room_for_weights, streamed_blocks
 from accel.offload.call_hooks import streamed_model
 from accel.options import bytes_of
+from accel.quantization.scheme import Scheme
 
 Call = Callable[[nn.Module, int], Any]
 STEPS = 4  # timed, as of a distilled model's image
@@ -126,8 +129,17 @@ def _fastest(run: Callable[[], object], device: torch.device) -> float:
     return min(found)
 
 
+def in_fewer_bits(model: nn.Module, weights: str) -> None:
+    """Gives matrices in lists of layers of a model without values the sizes that they have in this scheme."""
+    scheme = Scheme.parse(weights)
+    bits = FORMATS[scheme.weight_dtype].bits + (16 / scheme.group if scheme.group else 0)
+    layers = (one for one in model.modules() if isinstance(one, nn.ModuleList))
+    for matrix in {id(p): p for one in layers for p in one.parameters() if p.dim() > 1}.values():
+        matrix.data = matrix.data[..., : -(-matrix.shape[-1] * int(bits * 64) // 1024)]
+
+
 def on_paper(model: nn.Module, flops: float, beside: int | None, memory: str, known: dict[str, float]) -> dict:
-    """What `memory=` would do with a model without values: blocks, bytes, seconds a call.
+    """What `memory=` would do with a model without values: blocks, bytes, seconds a call, of experts for one token.
 
     flops: of a call. beside: bytes that it needs beside the weights, taken for a tenth of the budget where None. known:
     as `speeds`.
@@ -135,14 +147,22 @@ def on_paper(model: nn.Module, flops: float, beside: int | None, memory: str, kn
     sizes, budget = sizes_of(model), bytes_of("memory", memory)
     room = room_for_weights(budget, beside if beside is not None else budget // 10)
     streamed = streamed_blocks(sizes, room)
-    compute = max(flops / known["rate"], sizes.total / known["memory"])
+    copies, share, left = sizes.copies(streamed, room), 1.0, 1.0  # left: of what is read, off the card
+    if sizes.experts:
+        share = (experts_of_a_token(model) or sizes.experts) / sizes.experts
+        left = 1 - copies / sizes.experts
+    read = sizes.rest + share * sum(sizes.blocks)
+    compute = max(flops * read / sizes.total / known["rate"], read / known["memory"])
+    moved = share * left * sizes.moved(streamed)
+    seconds = predicted_seconds(sizes, streamed, compute, known["bus"], 1.0)
     return {
         "weights_gb": sizes.total / 1e9,
         "fits": sizes.on_card(streamed) <= room,
         "blocks": len(sizes.blocks),
         "streamed": len(streamed),
-        "on_card_gb": sizes.on_card(streamed) / 1e9,
-        "moved_gb": sizes.moved(streamed) / 1e9,
+        "experts": f"{copies} of {sizes.experts}" if sizes.experts and streamed else "-",
+        "on_card_gb": sizes.on_card(streamed, copies) / 1e9,
+        "moved_gb": moved / 1e9,
         "resident_s": compute,
-        "seconds": predicted_seconds(sizes, streamed, compute, known["bus"], 1.0),
+        "seconds": compute + moved / known["bus"] if sizes.experts else seconds,
     }
