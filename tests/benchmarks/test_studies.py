@@ -34,7 +34,7 @@ MORE = (
     "sdxl Q8_0",
     "pixart nf4",
     "clip Q8_0",
-    "t5",
+    "qwen3 nf4",
     "qwen3 Q8_0",
     "qwen3_moe int4-g32",
     "llama fp8",
