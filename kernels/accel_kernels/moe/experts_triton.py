@@ -12,10 +12,10 @@ from accel_kernels.device import multiprocessors, programmatic, shared_memory, u
 from accel_kernels.gemm.quantized.dequantize import dequantize
 from accel_kernels.gemm.quantized.operands.unpacking_triton import unpack_mode
 from accel_kernels.gemm.quantized_weight import MXFP4, PackedWeight, Quantized, scale_bits
-from accel_kernels.moe import wgmma_triton
 from accel_kernels.moe.chooser import itemsize_of, likely_way
 from accel_kernels.moe.gemv_triton import expert_down_kernel, expert_up_kernel
 from accel_kernels.moe.grouped_triton import group_kernel, grouped_down_kernel, grouped_up_kernel, shared_sum_kernel
+from accel_kernels.moe.hopper import wgmma_triton
 from accel_kernels.moe.rows_triton import expert_rows_down_kernel, mixture_up_kernel
 from accel_kernels.moe.tiles import DEQUANTIZED, GEMV, TILES, Tile
 from accel_kernels.moe.weights import PLACES

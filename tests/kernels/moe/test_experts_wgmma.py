@@ -13,8 +13,9 @@ from accel_kernels.gemm.quantized.operands import mma_operands_triton as fragmen
 from accel_kernels.gemm.quantized.operands import wgmma_operands_triton as warpgroup_factor
 from accel_kernels.gemm.quantized.operands import wgmma_units_triton as units
 from accel_kernels.gemm.quantized_weight import INT4, MXFP4, e2m1_numbers, mxfp4_weight, quantize_weight
-from accel_kernels.moe import experts_triton, gating_triton, grouped_triton, wgmma_stores_triton, wgmma_triton
+from accel_kernels.moe import experts_triton, gating_triton, grouped_triton
 from accel_kernels.moe.experts import experts
+from accel_kernels.moe.hopper import wgmma_stores_triton, wgmma_triton
 from accel_kernels.moe.weights import ExpertWeights, Gating
 
 from support.everything import EVERYTHING
