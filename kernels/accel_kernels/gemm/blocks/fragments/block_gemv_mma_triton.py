@@ -20,7 +20,6 @@ from accel_kernels.gemm.blocks.fragments.units_triton import (
     SPAN,
     UNIT,
     high_bits,
-    is_affine,
     pair_table,
     part_factor,
     unit_factors,
@@ -212,9 +211,8 @@ def _of_both(even, odd, MMA: gl.constexpr):
 def block_gemv_tile(rows: int, n: int, k: int, gate: bool, source: str, processors: int) -> GemvTile:
     """As measured on an H200, with 4096 and 14,336 columns."""
     if k > 4096:
-        return GemvTile(16, 4, 1) if source == "table" else GemvTile(8, 12 if source == "affine" else 8, 1)
-    deep = is_affine(source) or (source == "sixes" and not gate)
-    return GemvTile(8, 8 if deep else 4, 2)
+        return GemvTile(16, 4, 1) if source == "table" else GemvTile(8, 8, 1)
+    return GemvTile(8, 8 if source == "sixes" and not gate else 4, 2)
 
 
 def block_gemv_mma(x, weight, norm, epilogue, tile, y):
