@@ -14,17 +14,17 @@ COLUMNS: tl.constexpr = tl.constexpr(PLACES)
 def placed_weight(weight, places_ptr, expert):
     """Where words, scales and zeros of one expert begin, as its row of `places` says; words for what there is not."""
     words, place = weight.words, places_ptr + expert * COLUMNS
-    words += placed(words, place)
+    words += offset_of(words, place)
     scales, zeros = words, words
     if weight.scales is not None:
-        scales = weight.scales + placed(weight.scales, place + 1)
+        scales = weight.scales + offset_of(weight.scales, place + 1)
     if weight.zeros is not None:
-        zeros = weight.zeros + placed(weight.zeros, place + 2)
+        zeros = weight.zeros + offset_of(weight.zeros, place + 2)
     return words, scales, zeros
 
 
 @triton.jit
-def placed(base, place):
+def offset_of(base, place):
     """How many elements from the base on something lies, anywhere in memory."""
     SIZE: tl.constexpr = base.dtype.element_ty.primitive_bitwidth // 8
     return tl.load(place, cache_modifier=".cg") * (BYTES // SIZE)

@@ -7,7 +7,7 @@ Those come first: their weights are loaded before it is known what was chosen. O
 import triton
 import triton.language as tl
 
-from accel_kernels.moe.gating_triton import COLUMNS, apply_gating, gate_and_up_rows, placed
+from accel_kernels.moe.gating_triton import COLUMNS, apply_gating, gate_and_up_rows, offset_of
 
 
 @triton.jit
@@ -82,7 +82,7 @@ def weight_of_step(
         return tl.load(shared_ptr + place, mask=(at < K)[None, :], other=0.0)
     expert, there = expert_of(index_ptr, STEP // BLOCKS - SHARED, experts)
     if places_ptr is not None:
-        w_ptr += placed(w_ptr, places_ptr + expert * COLUMNS)
+        w_ptr += offset_of(w_ptr, places_ptr + expert * COLUMNS)
         expert *= 0
     place = (expert * hidden + n_row)[:, None] * K + at[None, :]
     return tl.load(w_ptr + place, mask=(at < tl.where(there, K, 0))[None, :], other=0.0)

@@ -59,7 +59,7 @@ FEW, MANY = RowsTile(128, 4, 64, 32, 64, 2, 3), RowsTile(256, 8, 64, 64, 32, 3, 
 
 
 @gluon.jit
-def products(
+def expert_products(
     descs, weight, rings, rows_at, first, M: gl.constexpr, T: gl.constexpr, K: gl.constexpr, GROUPS: gl.constexpr,
     FORMAT: gl.constexpr, BLOCK_N: gl.constexpr, INPUTS: gl.constexpr, STAGES: gl.constexpr, X_STAGES: gl.constexpr,
     PDL: gl.constexpr, num_warps: gl.constexpr,
@@ -145,10 +145,10 @@ def product_of(
     FORMAT: gl.constexpr, UP: gl.constexpr, GATING: gl.constexpr, INTERLEAVED: gl.constexpr, BLOCK_N: gl.constexpr,
     INPUTS: gl.constexpr, STAGES: gl.constexpr, X_STAGES: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """`products` of a tile of up to M + T pairs, and where they go."""
+    """`expert_products` of a tile of up to M + T pairs, and where they go."""
     bias_ptr, order_ptr, y_ptr, wide, padded = to
     expert, n, first, end = place
-    acc, tail = products(
+    acc, tail = expert_products(
         descs,
         weight,
         rings,
@@ -183,7 +183,7 @@ def expert_rows_kernel(
     INTERLEAVED: gl.constexpr, BLOCK_N: gl.constexpr, INPUTS: gl.constexpr, STAGES: gl.constexpr,
     X_STAGES: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """A tile of pairs times rows of its expert: gates and ups where UP. x_desc, t_desc: boxes of the rows of `products`
+    """A tile of pairs times rows of its expert: gates and ups where UP. x_desc, t_desc: boxes of the rows of `expert_products`
     and of those beside them. wide: outputs of an expert, inner channels where UP; padded: columns of these as stored.
     """
     H: gl.constexpr = BLOCK_N // 2
