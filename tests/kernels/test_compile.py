@@ -281,7 +281,7 @@ from accel_kernels import experts
 from support.kernels.absent_gpu import GPU, absent_gpu
 
 case = next(one for one in experts.cases if one.name == "qwen3-moe-2048-int4")
-for generation in (86, 90):
+for generation in (86, 80):
     with absent_gpu(generation) as found:
         args, more = case.make(GPU, torch.bfloat16)
         experts.triton(*args, **more)
@@ -291,7 +291,7 @@ for generation in (86, 90):
 
 def test_experts_in_4_bits_take_the_stages_that_fit(tmp_path: Path):
     """Words of eight numbers make steps of more bytes than a tile's; 8.6 has less shared memory."""
-    assert in_a_process(STAGES, tmp_path).split() == ["1", "2", "4", "4"]
+    assert in_a_process(STAGES, tmp_path).split() == ["1", "2", "3", "3"]
 
 
 IMPORTED = """
