@@ -184,7 +184,8 @@ def expert_rows_kernel(
     X_STAGES: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """A tile of pairs times rows of its expert: gates and ups where UP. x_desc, t_desc: boxes of rows of the
-    products and of those beside them. wide: outputs of an expert, inner channels where UP; padded: columns of these as stored.
+    products and of those beside them. wide: outputs of an expert, inner channels where UP; padded: columns of these as
+    stored.
     """
     H: gl.constexpr = BLOCK_N // 2
     M: gl.constexpr = x_desc.block_type.shape[0]
