@@ -33,7 +33,8 @@ from accel.patching.fast_forward import FastForward, as_written
 from accel.patching.structure import foreign, foreign_hooks, replaced_forward
 
 OUTPUTS = ("output_attentions", "output_router_logits", HIDDEN_STATES)
-CALLS = {*OUTPUTS, "use_cache", "return_dict"}  # of a configuration: what a call may say otherwise
+# Of a configuration: what a call may say otherwise, and rows of a table that no layer reads: new tokens change it.
+CALLS = {*OUTPUTS, "use_cache", "return_dict", "vocab_size"}
 
 
 class EncoderForward(FastForward):

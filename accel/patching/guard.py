@@ -38,6 +38,7 @@ from accel.casting import Cast, casts_of
 from accel.errors import reason_of
 from accel.in_flight import GATE
 from accel.libraries.code import GRADIENTS
+from accel.libraries.hooks import REGISTRY
 from accel.patching.code import ClassCode, Code
 from accel.patching.owner import OWNER
 from accel.patching.snapshot import Snapshot
@@ -52,7 +53,7 @@ from accel.patching.structure import (
 )
 
 BASE = frozenset(vars(nn.Module()))  # what every module has; of these hooks and submodules are looked at
-IRRELEVANT = {*GRADIENTS, "forward", "config", OWNER, GATE}
+IRRELEVANT = {*GRADIENTS, "forward", "config", OWNER, GATE, REGISTRY}  # whose hooks show as another forward
 # On which thread a quantized linear computes in another way, see `quantization/module.py`.
 OTHERWISE = {"exact_on", "unrounded_on"}
 THERE = "there"
