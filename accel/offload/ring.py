@@ -69,11 +69,11 @@ class Ring:
         """A run of the model begins: whatever is in the buffers does not count."""
         self.begun = False
 
-    def begin(self) -> None:
-        """The first blocks are on their way, unless they are already."""
+    def begin(self, ahead: bool = True) -> None:
+        """The first blocks are on their way, unless they are already, or no other than one is wanted."""
         if not self.begun:
             self.begun, self.held, self.awaited = True, [None] * len(self.buffers), [True] * len(self.buffers)
-            for i in range(len(self.buffers)):
+            for i in range(len(self.buffers) if ahead else 0):
                 self._fill(i)
 
     def take(self, i: int) -> None:

@@ -70,6 +70,7 @@ class StreamedModel(PlacedModel):
         self.lock, self.caller = threading.Lock(), 0  # the thread that is in a call
         self.size = 0  # of the call under way
         self.steps = False  # what the thread that is in a call calls belongs to it
+        self.apart = False  # the call is of one block, since somebody called a part of the model by itself
 
     # Coming and going.
 
@@ -301,7 +302,7 @@ class StreamedModel(PlacedModel):
             self._release()
 
     def _release(self) -> None:
-        self.caller, self.measuring, self.seen = 0, None, None
+        self.caller, self.apart, self.measuring, self.seen = 0, False, None, None
         if self.lock.locked():
             self.lock.release()
 
@@ -324,17 +325,24 @@ class StreamedModel(PlacedModel):
             self.ring.end()
 
     def take_block(self, path: str) -> None:
+        if not self.caller:
+            self.begin_call(())
+            self.apart = self.ring is not None
+            if not self.apart:  # and its hooks are gone
+                return self.end_call()
         if self.seen is not None:
             self.seen.append(path)
         if self.ring is not None:
-            self.ring.begin()
+            self.ring.begin(ahead=not self.apart)
             if path in self.numbers:
                 number, piece = self.numbers[path]
                 piece.go(WeightPlacement.CARD)  # where somebody has moved a weight whose bytes were not there
                 self.ring.take(number)
 
     def leave_block(self, path: str) -> None:
-        if self.ring is not None and path in self.numbers:
+        if self.apart:
+            self.end_call()
+        elif self.ring is not None and path in self.numbers:
             self.ring.leave(self.numbers[path][0])
 
     def rows(self) -> list[tuple[str, str, str]]:

@@ -185,6 +185,23 @@ def test_what_changes_between_calls_is_followed(change):
 
 
 @torch.no_grad()
+def test_a_part_called_by_itself_is_a_call():
+    """As `generate` calls an encoder: weights are where they belong afterwards, and changes are followed."""
+    model, _ = llama()
+    ids, twin = torch.randint(0, 64, (2, 9)), accel.optimize(copy.deepcopy(model))
+    accel.optimize(model, memory=within(model, 1.0))
+    for _ in range(2):
+        assert torch.equal(model.model(ids)[0], twin.model(ids)[0])
+        same(model, stored(twin))
+        for one in (model, twin):
+            for weight in one.parameters():
+                weight.data.mul_(1.1)
+    assert len(streamed(model).streamed) == 6 and not streamed(model).lock.locked()
+    accel.restore(model)
+    same(model, stored(twin))
+
+
+@torch.no_grad()
 def test_models_of_a_pipeline_take_turns(sdxl_pipe, live, monkeypatch):
     monkeypatch.setattr(tiling, "PLANES", 0)  # what tiles would change
     twin, before = copy.deepcopy(sdxl_pipe), stored(sdxl_pipe.unet)
