@@ -8,6 +8,7 @@ host waits for nothing, and CUDA graphs hold.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from accel_kernels.moe.weights import PLACE_BYTES
@@ -42,12 +43,13 @@ def stacks_in(model: nn.Module, pieces: list[PlacedWeights]) -> dict[str, FastFo
 class HotExperts:
     """Of all layers, whose experts are alike: so many, and of such sizes.
 
-    pieces, forwards: of each layer. memory: of the card, for `copies` experts of each layer. heat: (layers, experts),
+    streamed: the model that this belongs to. pieces, forwards: of each layer. memory: of the card, for `copies` experts of each layer. heat: (layers, experts),
     from before.
     """
 
     def __init__(
         self,
+        streamed: Any,
         pieces: list[PlacedWeights],
         forwards: list[FastForward],
         device: torch.device,
@@ -56,7 +58,7 @@ class HotExperts:
         copies: int,
         heat: torch.Tensor | None,
     ):
-        self.pieces, self.forwards, self.ring, self.copies = pieces, forwards, ring, copies
+        self.streamed, self.pieces, self.forwards, self.ring, self.copies = streamed, pieces, forwards, ring, copies
         self.seen = [piece.on_device(device) for piece in pieces]  # None where kernels cannot read it
         for number, piece in enumerate(pieces):
             piece.put(WeightPlacement.RING, ring.buffers[number % len(ring.buffers)][: piece.nbytes])
@@ -208,6 +210,19 @@ class LayerExperts:
         off, on = self.model.reads[self.number].view(2, -1).sum(1).tolist()
         share = f", {on / (on + off):.0%} of those read lately" if on + off else ""
         return f"{self.model.copies} of {self.model.experts} experts on the card{share}"
+
+    @contextmanager
+    def called(self) -> Iterator[None]:
+        """Inside is a call of the model, also where somebody called a part of it by itself. Others may be held then."""
+        streamed = self.model.streamed
+        alone = not streamed.caller and not torch.cuda.is_current_stream_capturing()
+        if alone:
+            streamed.begin_call(())
+        try:
+            yield
+        finally:
+            if alone:
+                streamed.end_call()
 
     @contextmanager
     def reading(self, index: torch.Tensor) -> Iterator[torch.Tensor | None]:

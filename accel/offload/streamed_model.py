@@ -201,7 +201,7 @@ class StreamedModel(PlacedModel):
             self.numbers[piece.path] = number, piece
         if self.stacks:
             memory, stacks = memory[count * largest :], [self.stacks[piece.path] for piece in blocks]
-            self.hot = HotExperts(blocks, stacks, self.device, self.ring, memory, self.copies, self.heat)
+            self.hot = HotExperts(self, blocks, stacks, self.device, self.ring, memory, self.copies, self.heat)
 
     def bring_back(self) -> None:
         """What stayed on the GPU is on the CPU again, with what was changed there; the memory is given back."""
