@@ -78,7 +78,7 @@ class WaitingScores(torch.Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         name, inplace = name.strip("_"), name in INPLACE or (name.endswith("_") and not name.endswith("__"))
-        if name in ("add", "radd", "mul", "rmul") and len(args) == 2 and not isinstance(args[0], cls):
+        if name in ("add", "radd", "mul", "rmul") and len(args) == 2 and not (kwargs or isinstance(args[0], cls)):
             args = args[::-1]
         first, one, *rest = args if func in (torch.einsum, torch.where) and len(args) == 3 else ("", *(args or (None,)))
         if isinstance(one, cls) and (one.made is None or one.source.patient):

@@ -169,6 +169,7 @@ SHARES = {
     "other axis": (False, lambda s: s.softmax(-2).view(6, 5, 7)),
     "shares changed": (False, lambda s: s.softmax(-1).masked_fill(MASK, 0.0).view(6, 5, 7)),
     "looked at": (False, lambda s: (s + s.amax().item()).softmax(-1).view(6, 5, 7)),
+    "alpha": (False, lambda s: torch.add(BIAS, s, alpha=2.0).softmax(-1).view(6, 5, 7)),
     "clamped": (False, lambda s: s.clamp(max=1.0).softmax(-1).view(6, 5, 7)),
     "dropped": (False, lambda s: (s + (s > 0).float()).softmax(-1).view(6, 5, 7)),
 }
