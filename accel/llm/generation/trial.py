@@ -21,6 +21,7 @@ from accel.llm.recording.record import NotUnderstood
 from accel.llm.recording.recorder import ROWS, example_ids, resting
 from accel.patching.fast_forward import as_written
 from accel.patching.rule import ForwardPatch
+from accel.quantization.formats.stored_weight import coarsest
 from accel.quantization.module import dequantizing
 from accel.tolerances import AS_GOOD, AS_GOOD_SHARE, DRIFT, LAYER_NOISE, LOGITS, MOST_MOVED, bound
 from accel.verification.noise import with_rounding
@@ -144,7 +145,7 @@ def expected(forward: DecoderForward, run: Callable[[], torch.Tensor]) -> Expect
     repeated, noise would measure other experts, and not rounding.
     """
     with noting(ROWS, routing_modules(forward)) as choices:
-        logits, dtype = run(), forward.embeddings().dtype
+        logits, dtype = run(), coarsest(forward.module, forward.embeddings().dtype)
     if not choices.cover(routed_modules(forward)):
         return Expected(logits, choices, median=True, dtype=dtype)
     stock = Expected(logits, choices, dtype=dtype)

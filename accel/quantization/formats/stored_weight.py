@@ -100,6 +100,13 @@ def stored_weight(module: nn.Module) -> StoredWeight | None:
         return None
 
 
+def coarsest(root: nn.Module, dtype: torch.dtype) -> torch.dtype:
+    """Of this dtype and those in which linears inside of root multiply, the one that rounds most."""
+    found = map(read_stored, root.modules())
+    dtypes = (one.dtype for one in found if isinstance(one, StoredWeight) and one.dtype is not None)
+    return max((dtype, *dtypes), key=lambda one: torch.finfo(one).eps)
+
+
 @dataclass(frozen=True)
 class StoredKind:
     """What modules that compute alike have in common, and one of them."""

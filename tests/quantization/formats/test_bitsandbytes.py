@@ -95,7 +95,7 @@ LLAMAS = [
     ("llama", torch.bfloat16, {"kind": "fp4", "seed": 2}),  # others have near ties
     ("llama-biases", torch.bfloat16, {"dtype": torch.float32}),
     ("qwen2", torch.float32, {"kind": "fp4", "nested": True, "dtype": torch.bfloat16}),
-    ("phi3", torch.float32, {}),
+    ("phi3", torch.float32, {"dtype": torch.float16}),  # rounds as its linears do
     ("gpt-neox", torch.float32, {"nested": True}),
 ]
 
