@@ -43,8 +43,8 @@ def stacks_in(model: nn.Module, pieces: list[PlacedWeights]) -> dict[str, FastFo
 class HotExperts:
     """Of all layers, whose experts are alike: so many, and of such sizes.
 
-    streamed: the model that this belongs to. pieces, forwards: of each layer. memory: of the card, for `copies` experts of each layer. heat: (layers, experts),
-    from before.
+    streamed: the model that this belongs to. pieces, forwards: of each layer. memory: of the card, for `copies` experts
+    of each layer. heat: (layers, experts), from before.
     """
 
     def __init__(
