@@ -176,10 +176,12 @@ class ExpertsForward(FastForward):
         sharding = self.sharding
         if sharding is not None and sharding.first:
             index = index - sharding.first
-        with nullcontext() if self.held is None else self.held.called():
-            with nullcontext() if self.held is None else self.held.reading(index) as places:
-                weights = self._weights()._replace(places=places)
-                y = self.kernels.experts(x.contiguous(), index.contiguous(), shares.contiguous(), weights)
+        with (
+            nullcontext() if self.held is None else self.held.called(),
+            nullcontext() if self.held is None else self.held.reading(index) as places,  # maybe another by now
+        ):
+            weights = self._weights()._replace(places=places)
+            y = self.kernels.experts(x.contiguous(), index.contiguous(), shares.contiguous(), weights)
         if self.formula.idle:
             y = torch.addcmul(y, x, (shares * (index >= weights.experts)).sum(-1, keepdim=True).to(x.dtype))
         return y if sharding is None else sharding.ranks.reduce(y)
