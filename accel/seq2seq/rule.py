@@ -180,8 +180,9 @@ class StepTrial:
         mask[1, FRAMES // 2 :] = 0
         plain, hiding = self.stock({}, 1), self.stock({ENCODER_MASK: mask}, STEPS)
         forward.output = type(plain.wanted[0])
-        encoder = not (_same(plain, hiding) and self.ignores_masks(plain))
         makers = [one for one in forward.module.modules() if hasattr(type(one), MASK_OF_FRAMES)]
+        # So few frames may be less than a token, of which such a maker hides none.
+        encoder = bool(makers) or not (_same(plain, hiding) and self.ignores_masks(plain))
         frames = MaskOfTokens(makers[0]) if makers and encoder else None
         self.texts, forward.masks = [plain, hiding], forward.masks._replace(encoder=encoder, frames=frames)
         if not encoder:

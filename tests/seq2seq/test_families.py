@@ -57,6 +57,28 @@ def test_speech2text_whose_mask_is_of_frames(steps, attended, monkeypatch):
     assert not fallbacks(model)
 
 
+def speech_to_words():
+    """Fewer frames than a trial's mask has give no token at all."""
+    sizes = {"hidden_size": WIDTH, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48}
+    ears = {"conv_dim": (16, 16), "conv_stride": (5, 4), "conv_kernel": (10, 4), "num_feat_extract_layers": 2}
+    encoder = t.Wav2Vec2Config(**sizes, **ears, num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2)
+    decoder = t.BartConfig(**TEXT, is_decoder=True, add_cross_attention=True, is_encoder_decoder=False)
+    return t.SpeechEncoderDecoderModel(t.SpeechEncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder))
+
+
+def test_a_mask_of_frames_that_a_trial_cannot_hide(steps, monkeypatch):
+    monkeypatch.setitem(MAKES, "speech", speech_to_words)
+    model, stock = optimized("speech")
+    ran = steps()
+    call = {"input_values": torch.randn(2, 540, generator=torch.Generator().manual_seed(1))}
+    call["attention_mask"] = (torch.arange(540) < torch.tensor([[540], [240]])).long()
+    chosen = {"max_new_tokens": STEPS, "output_logits": True, "return_dict_in_generate": True}
+    chosen |= {"decoder_start_token_id": 2, "pad_token_id": 0, "eos_token_id": None}
+    ours, theirs = (torch.stack(one.generate(**call, **chosen).logits) for one in (model, stock))
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-4)
+    assert ran
+
+
 def pictures_to_text(config):
     """As Donut and TrOCR, whose texts are written by a decoder inside of another model."""
     sizes = {"hidden_size": WIDTH, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48}
