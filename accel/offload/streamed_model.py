@@ -106,13 +106,13 @@ class StreamedModel(PlacedModel):
         Pieces that nobody touched stay; what is new beside them, such as an adapter, is for the card.
         """
         present = set(map(id, tensors))
-        kept = [piece for piece in self.pieces if piece.intact(present)]
+        kept = intact = [piece for piece in self.pieces if piece.intact(present)]
         if self.stacks and any(piece.path for piece in self.pieces if piece not in kept):
             kept = []  # whose tensors lie side by side
         known = {id(slot.tensor) for piece in kept for slot in piece.layout.slots}
         if kept and known == present:
             return
-        left = laid_anew(self.pieces, kept, tensors) if kept else pieces(self.model)
+        left = laid_anew(self.pieces, kept, tensors) if intact else pieces(self.model)
         ends = list(accumulate((layout.nbytes + PAGE for _, layout in left), initial=0))
         host, here = HostBuffer(ends[-1]), left[0][1].slots[0].tensor.device
         others = {id(piece.host): piece.host.pinned_bytes for piece in kept}
