@@ -9,10 +9,9 @@ import torch.nn.functional as F
 import transformers as t
 
 import accel
-from accel.encoders.inputs import tensors_of
 from accel.encoders.waiting_scores import FusedProducts, WaitingScores
 from accel.errors import Unfit
-from support.objects.encoders import BART, SIZES, fallbacks, ids_and_mask
+from support.objects.encoders import BART, SIZES, assert_same_tensors, fallbacks, ids_and_mask
 from support.state import assert_same_state, snapshot
 
 XLM = {"vocab_size": 64, "emb_dim": 32, "n_layers": 2, "n_heads": 4, "max_position_embeddings": 40, "pad_index": 2}
@@ -76,15 +75,6 @@ def made(name):
     return model, copy.deepcopy(model)
 
 
-@torch.no_grad()
-def assert_same(model, stock, call):
-    got, wanted = tensors_of(model(**call)), tensors_of(stock(**call))
-    assert list(got) == list(wanted) and got
-    for name, one in wanted.items():
-        assert type(got[name]) is torch.Tensor
-        torch.testing.assert_close(got[name], one, rtol=2e-5, atol=4e-5 * float(one.abs().max()))
-
-
 @pytest.fixture
 def attended(monkeypatch):
     """Calls of PyTorch's attention, as of products that waited."""
@@ -100,7 +90,7 @@ def test_an_encoder_gives_what_stock_gives(name, attended):
     assert [status for status, _ in rows] == ["patched"] and "attentions are fused inside of its own code" in rows[0][1]
     for call in MODELS[name][3]:
         attended.clear()
-        assert_same(model, stock, call)
+        assert_same_tensors(model, stock, call, 4e-5)
         assert len(attended) == MODELS[name][2]
     assert not fallbacks(model)
 
@@ -109,10 +99,10 @@ def test_calls_that_run_stock():
     model, stock = made("xlm")
     accel.optimize(model)
     call = ids_and_mask()
-    assert_same(model, stock, call | {"output_attentions": True})
+    assert_same_tensors(model, stock, call | {"output_attentions": True}, 4e-5)
     with model.attentions[0].register_forward_hook(lambda module, args, output: None):
-        assert_same(model, stock, call)
-    assert_same(model, stock, call)
+        assert_same_tensors(model, stock, call, 4e-5)
+    assert_same_tensors(model, stock, call, 4e-5)
     assert fallbacks(model) == ["output_attentions: its attentions run stock", "code of the user's looks into it"]
     with torch.no_grad():
         given = torch.randn(1, 5, 32, generator=torch.Generator().manual_seed(1)), torch.ones(1, 5)
@@ -123,7 +113,7 @@ def test_restore_and_copies():
     model, stock = made("deberta-head")
     before = snapshot(model)
     again = copy.deepcopy(accel.optimize(model))
-    assert_same(again, stock, ids_and_mask())
+    assert_same_tensors(again, stock, ids_and_mask(), 4e-5)
     assert not fallbacks(again)
     assert_same_state(snapshot(accel.restore(model)), before)
 

@@ -8,9 +8,9 @@ import torch
 import transformers as t
 
 import accel
-from accel.encoders.inputs import tensors_of
 from accel.encoders.packing import blocks_of
 from accel.fusion.patch_embedding import is_patch_embedding
+from support.objects.encoders import assert_same_tensors
 from support.state import assert_same_state, snapshot
 
 DINO2 = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 16, "patch_size": 4}
@@ -217,14 +217,6 @@ def made(name):
     return model, copy.deepcopy(model)
 
 
-@torch.no_grad()
-def assert_same(model, stock, call):
-    got, wanted = tensors_of(model(**call)), tensors_of(stock(**call))
-    assert list(got) == list(wanted) and got
-    for name, one in wanted.items():
-        torch.testing.assert_close(got[name], one, rtol=2e-5, atol=2e-5 * float(one.abs().max()))
-
-
 def fallbacks(model):
     return [reason for _, reason, _ in accel.report(model).fallbacks]
 
@@ -236,7 +228,7 @@ def test_an_encoder_gives_what_stock_gives(name):
     assert rows[MODELS[name][2], "encoder"] == "patched"
     assert [rule for _, rule in rows].count("patch embedding") == any(map(is_patch_embedding, stock.modules()))
     for call in MODELS[name][1]:
-        assert_same(model, stock, call)
+        assert_same_tensors(model, stock, call)
     assert not fallbacks(model)
 
 
@@ -251,7 +243,7 @@ def test_what_sizes_say_is_made_once(name):
     forward.sizes = copy.deepcopy(type(forward.sizes)(makers))
     for _ in range(2):
         for call in MODELS[name][1][:2]:
-            assert_same(model, stock, call)
+            assert_same_tensors(model, stock, call)
     assert len(taken) == 2 * len(makers) > 3 and not fallbacks(model)
 
 
@@ -269,7 +261,7 @@ def test_calls_that_run_stock(name, call, reason):
     model, stock = made(name)
     for one in (model, stock):
         one.set_attn_implementation("eager")
-    assert_same(accel.optimize(model), stock, call)
+    assert_same_tensors(accel.optimize(model), stock, call)
     assert [told.startswith(reason) for told in fallbacks(model)] == [True]
 
 
@@ -282,7 +274,7 @@ def test_a_layer_scale_that_is_one_is_followed(name, scale):
     accel.optimize(model)
     for one in scales:
         one.mul_(torch.linspace(0, 2, 32))
-    assert_same(model, stock, images())
+    assert_same_tensors(model, stock, images())
     assert not fallbacks(model)
 
 
@@ -294,7 +286,7 @@ def test_own_code_runs_around_attention_where_layer_scales_cannot_be_told_apart(
     assert row[2] == "patched" and "own code of layers runs around their attention" in row[3]
     stock.encoder.layer[0].lambda_1.data.mul_(0.5)
     model.encoder.layer[0].lambda_1.data.mul_(0.5)
-    assert_same(model, stock, images())
+    assert_same_tensors(model, stock, images())
     assert not fallbacks(model)
 
 
@@ -326,10 +318,10 @@ def test_restore_and_copies(name):
     before = snapshot(model)
     accel.optimize(model)
     again = copy.deepcopy(model)
-    assert_same(again, stock, images(1))
+    assert_same_tensors(again, stock, images(1))
     assert not fallbacks(again)
     assert_same_state(snapshot(accel.restore(model)), before)
-    assert_same(model, stock, images(1))
+    assert_same_tensors(model, stock, images(1))
 
 
 def test_what_attends_by_a_bias_of_pairs_says_why():

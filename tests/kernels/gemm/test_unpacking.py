@@ -140,7 +140,7 @@ def numbers(given: np.ndarray, format: str) -> torch.Tensor:
 @pytest.mark.parametrize("format, dtype", [("int8", "bf16"), ("int8", "fp16"), ("int4", "bf16"), ("int4", "fp16")])
 def test_factors_are_the_numbers_exactly(format, dtype):
     given = words()
-    made = run(unpacking._by_place.fn(format, dtype), {"int8": 4, "int4": 8}[format], given)
+    made = run(unpacking.by_place.fn(format, dtype), {"int8": 4, "int4": 8}[format], given)
     found = torch.stack([floats(bits, HALF["bf16" if dtype == "bf16" else "f16"]) for bits in made], 1)
     assert torch.equal(found, numbers(given, format))
 

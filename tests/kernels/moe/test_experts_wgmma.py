@@ -141,3 +141,11 @@ print("registers")
 
 def test_numbers_go_from_words_to_products_in_registers(tmp_path):
     assert in_a_process(CHECK, tmp_path, *["all"] * EVERYTHING).strip() == "registers"
+
+
+def test_experts_that_lie_elsewhere_are_left_to_kernels_that_look_there(monkeypatch):
+    monkeypatch.setattr(wgmma_triton, "has", lambda *given: True)
+    case = next(one for one in experts.cases if one.name == "grouped-64-int4")
+    (x, *_, weights), _ = case.make(torch.device("cpu"), torch.bfloat16)
+    assert wgmma_triton.tile_for(x, weights, 64) is wgmma_triton.FEW
+    assert wgmma_triton.tile_for(x, weights._replace(places=weights.in_stacks()), 64) is None

@@ -7,6 +7,7 @@ import transformers as t
 
 import accel
 from accel.encoders.encoder import EncoderForward
+from accel.encoders.inputs import tensors_of
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 SIZES |= {"intermediate_size": 48, "max_position_embeddings": 40}
@@ -100,6 +101,16 @@ def assert_same(model, stock, **call):
     for name in (name for name, one in wanted.items() if isinstance(one, torch.Tensor)):
         atol = 2e-5 * float(wanted[name].nan_to_num().abs().max())
         torch.testing.assert_close(got[name], wanted[name], rtol=2e-5, atol=atol, equal_nan=True)
+
+
+@torch.no_grad()
+def assert_same_tensors(model, stock, call, near=2e-5):
+    """All that a call gives, inside of others too. near: of the largest number."""
+    got, wanted = tensors_of(model(**call)), tensors_of(stock(**call))
+    assert list(got) == list(wanted) and got
+    for name, one in wanted.items():
+        assert type(got[name]) is torch.Tensor
+        torch.testing.assert_close(got[name], one, rtol=2e-5, atol=near * float(one.abs().max()))
 
 
 def padded_ids(side, pad=0):

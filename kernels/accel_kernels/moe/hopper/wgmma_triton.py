@@ -264,6 +264,7 @@ def tile_for(x, weights, rows: int) -> RowsTile | None:
     stacks = weights[:2]
     taken = (
         rows >= FEW.least
+        and weights.places is None
         and has(x.device, Feature.WARPGROUPS)
         and x.dtype == torch.bfloat16
         and weights.gating.gated

@@ -3,9 +3,9 @@
 import triton
 import triton.language as tl
 
-from accel_kernels.gemm.quantized.operands.unpacking_triton import _by_place, planes, side_by_side, wide_scale
+from accel_kernels.gemm.quantized.operands.unpacking_triton import by_place, planes, side_by_side, wide_scale
 
-E2M1_PAIRS = tl.constexpr(_by_place("mxfp4", "bf16", True))
+E2M1_PAIRS = tl.constexpr(by_place("mxfp4", "bf16", True))
 
 
 @triton.jit

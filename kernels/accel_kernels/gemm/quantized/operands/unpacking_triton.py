@@ -121,7 +121,7 @@ def _text(format: str, dtype: str, scaled: bool, zeros: bool, raw: bool, results
 
 
 @constexpr_function
-def _by_place(format, dtype, scaled=False):
+def by_place(format, dtype, scaled=False):
     """The numbers themselves, or scaled, $0 the first of the word."""
     apart = {"int4": 4, "mxfp4": 4, "int8": 2 if dtype == "bf16" else 1}[format]
     firsts = range(4) if apart == 4 else range(2) if apart == 2 else (0, 2)
@@ -259,7 +259,7 @@ def numbers_by_place(words, FORMAT: tl.constexpr, DTYPE: tl.constexpr, UNPACK_MO
     else:
         COUNT: tl.constexpr = per_word(FORMAT)
         BF16: tl.constexpr = DTYPE == tl.bfloat16
-        PROGRAM: tl.constexpr = _by_place(FORMAT, "bf16" if BF16 else "fp16")
+        PROGRAM: tl.constexpr = by_place(FORMAT, "bf16" if BF16 else "fp16")
         return tl.inline_asm_elementwise(
             PROGRAM, _operands(COUNT, 1), [words], dtype=((tl.bfloat16 if BF16 else tl.float16),) * COUNT, is_pure=True,
             pack=1,
