@@ -31,6 +31,7 @@ MOST_QUANTIZED_ROWS = 512
 MOST_GROUPED_ROWS = 64  # of a weight with float32 scales by group, whose 128 rows took four times bf16's time
 MOST_BLOCK_ROWS = 16  # the same of a library's blocks, which take more instructions
 MOST_FRAGMENT_ROWS = 64  # the same of blocks that are read as factors of the tensor cores
+MOST_UNPACKED_ROWS = 256  # the same of blocks that some warps unpack for others
 
 
 def pack(numbers: torch.Tensor, bits: int = 4) -> torch.Tensor:

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from accel_kernels.device import Feature, has, multiprocessors, on_tensor_cores, programmatic, upcast
+from accel_kernels.gemm.blocks.block_gemm_triton import BlockGemmTile, block_gemm, by_specialized_warps
 from accel_kernels.gemm.blocks.block_weight import BlockArguments
 from accel_kernels.gemm.blocks.fragments.block_gemv_mma_triton import block_gemv_mma, block_gemv_tile
 from accel_kernels.gemm.blocks.fragments.block_skinny_mma_triton import block_skinny_mma, block_skinny_tile
@@ -16,6 +17,7 @@ from accel_kernels.gemm.epilogue_triton import epilogue, store_sum
 from accel_kernels.gemm.fused_linear import apply_norm
 from accel_kernels.gemm.quantized.gemv_mma_triton import GemvTile
 from accel_kernels.gemm.quantized.many_rows_triton import ManyRowsTile
+from accel_kernels.gemm.quantized_weight import MOST_FRAGMENT_ROWS
 from accel_kernels.norm.norm import kernel_arguments
 from accel_kernels.warmup import launch
 
@@ -30,7 +32,6 @@ def block_gemv_kernel(
     BLOCKS: tl.constexpr = K // COLUMNS
     BLOCK_K: tl.constexpr = BLOCK_B * COLUMNS
     n_idx = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    row = tl.minimum(n_idx, n - 1).to(tl.int64)[:, None] * BLOCKS
     acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     acc_u = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     squares = tl.zeros((BLOCK_K,), tl.float32)
@@ -38,10 +39,8 @@ def block_gemv_kernel(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     for start in tl.range(0, BLOCKS, BLOCK_B, num_stages=STAGES):
-        place = start + tl.arange(0, BLOCK_B)[None, :]
-        block = row + place
-        mask = tl.broadcast_to(place < BLOCKS, (BLOCK_N, BLOCK_B))
-        values = unpack_blocks(weight, block, mask, FORMAT, COMPUTE, PLAIN)
+        at = tl.program_id(0) * BLOCK_N, n - 1, start, BLOCKS
+        values = unpack_blocks(weight, at, BLOCK_N, BLOCK_B, FORMAT, COMPUTE, PLAIN)
         k_idx = start * COLUMNS + tl.arange(0, BLOCK_K)
         x = tl.load(x_ptr + k_idx, mask=k_idx < K, other=0.0).to(tl.float32)
         if NORM == "rms":
@@ -51,7 +50,7 @@ def block_gemv_kernel(
         wide = tl.broadcast_to(x[None, :], (BLOCK_N, BLOCK_K))
         acc = tl.fma(values, wide, acc)
         if GATE:
-            values = unpack_blocks(up, block, mask, FORMAT, COMPUTE, PLAIN)
+            values = unpack_blocks(up, at, BLOCK_N, BLOCK_B, FORMAT, COMPUTE, PLAIN)
             acc_u = tl.fma(values, wide, acc_u)
     y, other = tl.sum(acc, axis=1), tl.sum(acc_u, axis=1)
     if NORM == "rms":
@@ -72,21 +71,19 @@ def block_rows_kernel(
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     n_idx = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     m_idx = tl.arange(0, BLOCK_M)
-    row = tl.minimum(n_idx, n - 1).to(tl.int64)[:, None] * BLOCKS
     x_row = x_ptr + tl.minimum(m_idx, m - 1).to(tl.int64)[None, :] * K
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     acc_u = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for start in range(0, BLOCKS, BLOCK_B):
-        place = start + tl.arange(0, BLOCK_B)[None, :]
-        mask = tl.broadcast_to(place < BLOCKS, (BLOCK_N, BLOCK_B))
+        at = tl.program_id(0) * BLOCK_N, n - 1, start, BLOCKS
         k_idx = start * COLUMNS + tl.arange(0, BLOCK_K)
         x = tl.load(x_row + k_idx[:, None], mask=(k_idx < K)[:, None], other=0.0)
-        left = unpack_blocks(weight, row + place, mask, FORMAT, COMPUTE, PLAIN).to(DTYPE)
+        left = unpack_blocks(weight, at, BLOCK_N, BLOCK_B, FORMAT, COMPUTE, PLAIN).to(DTYPE)
         if UPCAST:
             x, left = x.to(tl.float32), left.to(tl.float32)
         acc = tl.dot(left, x, acc, input_precision="ieee")
         if GATE:
-            left = unpack_blocks(up, row + place, mask, FORMAT, COMPUTE, PLAIN).to(DTYPE)
+            left = unpack_blocks(up, at, BLOCK_N, BLOCK_B, FORMAT, COMPUTE, PLAIN).to(DTYPE)
             if UPCAST:
                 left = left.to(tl.float32)
             acc_u = tl.dot(left, x, acc_u, input_precision="ieee")
@@ -101,7 +98,12 @@ def by_fragments(x, weight, norm, up) -> GemvTile | None:
     They take a row of x with up to 14,336 columns.
     """
     (n, k), source = weight.shape, weight.format.source
-    if not source or x.dtype == torch.float32 or not has(x.device, Feature.WIDE_PRODUCTS):
+    if (
+        not source
+        or x.numel() > MOST_FRAGMENT_ROWS * k
+        or x.dtype == torch.float32
+        or not has(x.device, Feature.WIDE_PRODUCTS)
+    ):
         return None
     if k % (512 if source == "sixes" else 256) or k > 1 << 14 or n * k >= 1 << 31:
         return None
@@ -159,4 +161,8 @@ def block_linear(x, weight, norm, epilogue, tile, y):
     )  # fmt: skip
 
 
-BLOCK_DISPATCH = ((GemvTile, by_fragments, one_or_few), (ManyRowsTile, by_blocks, block_linear))
+BLOCK_DISPATCH = (
+    (BlockGemmTile, by_specialized_warps, block_gemm),
+    (GemvTile, by_fragments, one_or_few),
+    (ManyRowsTile, by_blocks, block_linear),
+)

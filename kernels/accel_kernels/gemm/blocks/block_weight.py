@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from accel_kernels.gemm.quantized_weight import MOST_FRAGMENT_ROWS, WeightFormat
+from accel_kernels.gemm.quantized_weight import MOST_UNPACKED_ROWS, WeightFormat
 
 
 class BlockWeight(NamedTuple):
@@ -57,7 +57,7 @@ class BlockWeight(NamedTuple):
     @property
     def most_rows(self) -> int:
         """As of `Quantized`."""
-        return MOST_FRAGMENT_ROWS if self.format.source else self.format.most_rows
+        return MOST_UNPACKED_ROWS if self.format.most_rows else 0
 
     def reason(self) -> str | None:
         """Why kernels cannot read this weight."""

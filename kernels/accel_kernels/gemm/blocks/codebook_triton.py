@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from accel_kernels.gemm.blocks.block_places_triton import arange, block_places
+
 # As a load it would be copied to shared memory ahead of a product, number by number.
 LOOK_UP = tl.constexpr("{\n.reg .b64 at;\nmad.wide.u32 at, $1, 4, $2;\nld.global.nc.b32 $0, [at];\n}")
 
@@ -19,22 +21,24 @@ def _number(code_ptr, words, SHIFT: tl.constexpr, PLAIN: tl.constexpr):
 
 
 @triton.jit
-def codebook(weight, piece, mask, PLAIN: tl.constexpr):
-    """(N, B) pieces -> (N, B * 32). PLAIN: without PTX, for the interpreter."""
+def codebook(weight, at, N: tl.constexpr, B: tl.constexpr, PLAIN: tl.constexpr):
+    """(N, B) pieces -> (N, B * 32). at: of `block_places`. PLAIN: without PTX, for the interpreter."""
     side = weight.side
-    place = piece[:, :, None] * 4 + tl.arange(0, 4)[None, None, :]
+    piece, mask = block_places(at, N, B)
+    place = piece[:, :, None] * 4 + arange(4)[None, None, :]
     words = tl.load(weight.data.to(tl.pointer_type(tl.int32)) + place, mask=mask[:, :, None], other=0)
-    at = piece >> side.shift
+    piece, mask = block_places(at, N, B)
+    group = piece >> side.shift
     if side.code2 is not None:
-        held = tl.load(side.absmax + at, mask=mask, other=0).to(tl.int32)
-        scale = tl.load(side.code2 + held) * tl.load(side.absmax2 + (at >> 8), mask=mask, other=0.0)
+        held = tl.load(side.absmax + group, mask=mask, other=0).to(tl.int32)
+        scale = tl.load(side.code2 + held) * tl.load(side.absmax2 + (group >> 8), mask=mask, other=0.0)
         scale += tl.load(side.offset)
     else:
-        scale = tl.load(side.absmax + at, mask=mask, other=0.0)
+        scale = tl.load(side.absmax + group, mask=mask, other=0.0)
     f = ()
     for number in tl.static_range(8):  # the first of two in a byte's upper half
         f = f + (_number(side.code, words, number * 4 + 4 - number % 2 * 8, PLAIN),)
     even = tl.join(tl.join(f[0], f[4]), tl.join(f[2], f[6]))
     odd = tl.join(tl.join(f[1], f[5]), tl.join(f[3], f[7]))
-    numbers = tl.join(even, odd).reshape(piece.shape[0], piece.shape[1], 32)
-    return (numbers * scale[:, :, None]).reshape(piece.shape[0], piece.shape[1] * 32)
+    numbers = tl.join(even, odd).reshape(N, B, 32)
+    return (numbers * scale[:, :, None]).reshape(N, B * 32)

@@ -17,11 +17,11 @@ def dequantize_blocks_kernel(
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Rows of one block each: where rows of the weight end is no matter."""
-    block = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
-    mask = block < blocks
-    values = unpack_blocks(weight, block, mask, FORMAT, COMPUTE, PLAIN)
+    first = tl.program_id(0).to(tl.int64) * BLOCK_N
+    values = unpack_blocks(weight, (first, blocks - 1, 0, 1), BLOCK_N, 1, FORMAT, COMPUTE, PLAIN)
+    block = first + tl.arange(0, BLOCK_N)[:, None]
     place = block * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    tl.store(y_ptr + place, values.to(y_ptr.dtype.element_ty), mask=mask)
+    tl.store(y_ptr + place, values.to(y_ptr.dtype.element_ty), mask=block < blocks)
 
 
 def dequantize_blocks(weight, dtype):

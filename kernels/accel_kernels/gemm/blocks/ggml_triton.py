@@ -9,6 +9,7 @@ import triton.language as tl
 from triton import constexpr_function
 
 from accel_kernels.gemm.blocks import ggml
+from accel_kernels.gemm.blocks.block_places_triton import arange, block_places
 
 
 @constexpr_function
@@ -25,30 +26,30 @@ def level_words():
 
 
 @triton.jit
-def unpack_ggml_blocks(weight, block, mask, FORMAT: tl.constexpr, COMPUTE: tl.constexpr):
-    """weight: pointer to uint8, even. block: (N, B) int64. COMPUTE: float32, or float16 to round to it as libraries do.
-
-    Returns (N, B * columns) float32; what the mask leaves out is 0.
+def unpack_ggml_blocks(weight, at, N: tl.constexpr, B: tl.constexpr, FORMAT: tl.constexpr, COMPUTE: tl.constexpr):
+    """weight: pointer to uint8, even. at: of `block_places`. COMPUTE: float32, or float16 to round to it as libraries
+    do. Returns (N, B * columns) float32; of blocks that are not there 0.
     """
     F: tl.constexpr = ggml_format(FORMAT)
-    N: tl.constexpr = block.shape[0]
-    B: tl.constexpr = block.shape[1]
-    start = weight + block * F.bytes
     if F.low.bits == 8:
-        numbers = _bytes(start, mask, F.low.first, F.columns, F.columns).to(tl.int8, bitcast=True).to(tl.int32)
+        numbers = (
+            _bytes(weight, at, N, B, F.bytes, F.low.first, F.columns, F.columns).to(tl.int8, bitcast=True).to(tl.int32)
+        )
     else:
-        numbers = _packed(start, mask, F.columns, F.low.first, F.low.bits, F.low.run)
+        numbers = _packed(weight, at, N, B, F.bytes, F.columns, F.low.first, F.low.bits, F.low.run)
         if F.high is not None:
-            numbers |= _packed(start, mask, F.columns, F.high.first, F.high.bits, F.high.run) << F.low.bits
+            high = _packed(weight, at, N, B, F.bytes, F.columns, F.high.first, F.high.bits, F.high.run)
+            numbers |= high << F.low.bits
         numbers -= F.zero
     if F.levels:
         numbers = _level(numbers)
+    block, mask = block_places(at, N, B)
     halves = weight.to(tl.pointer_type(tl.float16)) + block * (F.bytes // 2)
     scale = tl.load(halves + F.scale // 2, mask=mask, other=0.0).to(tl.float32)[:, :, None]
     if F.minimum is not None:
         minimum = tl.load(halves + F.minimum // 2, mask=mask, other=0.0).to(tl.float32)[:, :, None]
     if F.packing != "":
-        factors, of_minimum = _scales(weight, block, start, mask, FORMAT)
+        factors, of_minimum = _scales(weight, at, N, B, FORMAT)
         scale = _rounded(scale * factors.to(tl.float32), COMPUTE)
         if F.minimum is not None:
             minimum = _rounded(minimum * of_minimum.to(tl.float32), COMPUTE)
@@ -67,21 +68,30 @@ def _rounded(values, COMPUTE: tl.constexpr):
 
 
 @triton.jit
-def _bytes(start, mask, FIRST: tl.constexpr, COUNT: tl.constexpr, PERIOD: tl.constexpr):
-    """COUNT of each block from byte FIRST on, (N, B, COUNT) uint8; after PERIOD of them from FIRST again."""
-    place = FIRST + tl.arange(0, COUNT) % PERIOD
-    return tl.load(start[:, :, None] + place[None, None, :], mask=mask[:, :, None], other=0)
+def _bytes(weight, at, N: tl.constexpr, B: tl.constexpr, SIZE: tl.constexpr, FIRST: tl.constexpr,
+           COUNT: tl.constexpr, PERIOD: tl.constexpr):  # fmt: skip
+    """COUNT of each block of SIZE from byte FIRST on, (N, B, COUNT) uint8; after PERIOD of them from FIRST again."""
+    block, mask = block_places(at, N, B)
+    place = FIRST + arange(COUNT) % PERIOD
+    return tl.load(weight + (block * SIZE)[:, :, None] + place[None, None, :], mask=mask[:, :, None], other=0)
 
 
 @triton.jit
-def _packed(start, mask, COLUMNS: tl.constexpr, FIRST: tl.constexpr, BITS: tl.constexpr, RUN: tl.constexpr):
+def _packed(weight, at, N: tl.constexpr, B: tl.constexpr, SIZE: tl.constexpr, COLUMNS: tl.constexpr,
+            FIRST: tl.constexpr, BITS: tl.constexpr, RUN: tl.constexpr):  # fmt: skip
     """The bits of every number, see `PackedBits`: (N, B, COLUMNS) int32."""
-    N: tl.constexpr = start.shape[0]
-    B: tl.constexpr = start.shape[1]
     COUNT: tl.constexpr = COLUMNS * BITS // 8
-    held = _bytes(start, mask, FIRST, COUNT, COUNT).to(tl.int32).reshape(N, B, COUNT // RUN, 1, RUN)
-    shift = (tl.arange(0, 8 // BITS) * BITS)[None, None, None, :, None]
-    return (held >> shift & ((1 << BITS) - 1)).reshape(N, B, COLUMNS)
+    held = _bytes(weight, at, N, B, SIZE, FIRST, COUNT, COUNT).to(tl.int32).reshape(N, B, COUNT // RUN, RUN)
+    if BITS == 4:
+        numbers = tl.join(held & 15, held >> 4)
+    elif BITS == 2:
+        even, odd = tl.join(held & 3, held >> 4 & 3), tl.join(held >> 2 & 3, held >> 6)
+        numbers = tl.join(even, odd).reshape(N, B, COUNT // RUN, RUN, 4)
+    else:
+        first = tl.join(tl.join(held & 1, held >> 4 & 1), tl.join(held >> 2 & 1, held >> 6 & 1))
+        second = tl.join(tl.join(held >> 1 & 1, held >> 5 & 1), tl.join(held >> 3 & 1, held >> 7))
+        numbers = tl.join(first, second).reshape(N, B, COUNT // RUN, RUN, 8)
+    return numbers.permute(0, 1, 2, 4, 3).reshape(N, B, COLUMNS)
 
 
 @triton.jit
@@ -93,17 +103,18 @@ def _level(numbers):
 
 
 @triton.jit
-def _scales(weight, block, start, mask, FORMAT: tl.constexpr):
+def _scales(weight, at, N: tl.constexpr, B: tl.constexpr, FORMAT: tl.constexpr):
     """Scales of the scale and of the minimum, (N, B, groups) int32, as `ggml` has them."""
     F: tl.constexpr = ggml_format(FORMAT)
     if F.packing == "bytes":
-        factors = _bytes(start, mask, F.scales, 16, 16).to(tl.int8, bitcast=True).to(tl.int32)
+        factors = _bytes(weight, at, N, B, F.bytes, F.scales, 16, 16).to(tl.int8, bitcast=True).to(tl.int32)
         least = factors
     elif F.packing == "nibbles":
-        held = _bytes(start, mask, F.scales, 16, 16).to(tl.int32)
+        held = _bytes(weight, at, N, B, F.bytes, F.scales, 16, 16).to(tl.int32)
         factors, least = held & 15, held >> 4
     elif F.packing == "sixes":
-        place = tl.arange(0, 8)[None, None, :]
+        place = arange(8)[None, None, :]
+        block, mask = block_places(at, N, B)
         words = weight.to(tl.pointer_type(tl.int32)) + block * (F.bytes // 4) + F.scales // 4
         first = tl.load(words, mask=mask, other=0)[:, :, None] >> place % 4 * 8
         second = tl.load(words + 1, mask=mask, other=0)[:, :, None] >> place % 4 * 8
@@ -111,13 +122,14 @@ def _scales(weight, block, start, mask, FORMAT: tl.constexpr):
         factors = tl.where(place < 4, first & 63, rest & 15 | first >> 2 & 48)
         least = tl.where(place < 4, second & 63, rest >> 4 & 15 | second >> 2 & 48)
     elif F.packing == "planes":
-        place = tl.arange(0, 16)[None, None, :]
-        low = _bytes(start, mask, F.scales, 16, 8).to(tl.int32) >> place // 8 * 4 & 15
-        high = _bytes(start, mask, F.scales + 8, 16, 4).to(tl.int32) >> place // 4 * 2 & 3
+        place = arange(16)[None, None, :]
+        low = _bytes(weight, at, N, B, F.bytes, F.scales, 16, 8).to(tl.int32) >> place // 8 * 4 & 15
+        high = _bytes(weight, at, N, B, F.bytes, F.scales + 8, 16, 4).to(tl.int32) >> place // 4 * 2 & 3
         factors = (low | high << 4) - 32
         least = factors
     else:
-        place = tl.arange(0, 8)[None, None, :]
+        place = arange(8)[None, None, :]
+        block, mask = block_places(at, N, B)
         high = tl.load(
             weight.to(tl.pointer_type(tl.int16)) + block * (F.bytes // 2) + F.scales // 2, mask=mask, other=0
         )

@@ -19,19 +19,20 @@ COMPUTE = {torch.float16: tl.float16, torch.float32: tl.float32}
 
 
 @triton.jit
-def unpack_blocks(weight, block, mask, FORMAT: tl.constexpr, COMPUTE: tl.constexpr, PLAIN: tl.constexpr):
+def unpack_blocks(
+    weight, at, N: tl.constexpr, B: tl.constexpr, FORMAT: tl.constexpr, COMPUTE: tl.constexpr, PLAIN: tl.constexpr
+):
     """Blocks (N, B) as their values (N, B * columns) in float32, before they are rounded to the dtype of a product.
 
-    weight: `BlockArguments`. block: int64, row times the blocks of a row, plus the place in it. mask: (N, B), blocks
-    that are there; of others all values are finite. COMPUTE: in which dtype values are computed, and widened then.
-    PLAIN: without PTX, for the interpreter.
+    weight: `BlockArguments`. at: of `block_places`; of blocks that are not there all values are finite. COMPUTE: in
+    which dtype values are computed, and widened then. PLAIN: without PTX, for the interpreter.
     """
     if FORMAT == "nf4" or FORMAT == "fp4":
-        return codebook(weight, block, mask, PLAIN)
+        return codebook(weight, at, N, B, PLAIN)
     elif FORMAT == "int4-affine":
-        return affine(weight, block, mask)
+        return affine(weight, at, N, B)
     else:
-        return unpack_ggml_blocks(weight.data, block, mask, FORMAT, COMPUTE)
+        return unpack_ggml_blocks(weight.data, at, N, B, FORMAT, COMPUTE)
 
 
 def format_flags(weight: BlockWeight) -> dict[str, object]:

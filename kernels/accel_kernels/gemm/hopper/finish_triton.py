@@ -1,12 +1,16 @@
 """What follows the sums of a warpgroup's tile, a piece of its columns at a time, in fp32 before it is rounded."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 from accel_kernels.elementwise.activations_triton import activate, gelu
+from accel_kernels.gemm.epilogue import Epilogue
+from accel_kernels.gemm.gluon_triton import all_threads, start_store
 
 
 class FinishArguments(NamedTuple):
@@ -20,6 +24,15 @@ class FinishArguments(NamedTuple):
     modulation: torch.Tensor | None
     residual: torch.Tensor | None
     scale: float
+
+
+def finish_arguments(epilogue: Epilogue, scales: Sequence[torch.Tensor | None] = (None,)) -> FinishArguments:
+    """scales: of rows of x and of each weight, where operands have 8 bits."""
+    shifts, of_weights = epilogue.arguments, scales[1:] or [None]
+    return FinishArguments(
+        shifts.bias, shifts.up_bias, scales[0], of_weights[0], of_weights[-1], epilogue.modulation, epilogue.residual,
+        shifts.scale,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -84,3 +97,14 @@ def finished(y, other, row, column, after, places, DTYPE: gl.constexpr, GATE: gl
         place = gl.expand_dims(m_idx.to(gl.int64) * (residual_rise * 8), 1)
         y += gl.load(after.residual + place + gl.expand_dims(n_idx, 0), mask=seen, other=0.0).to(gl.float32)
     return y.to(DTYPE)
+
+
+@gluon.jit
+def write_piece(y, desc, row, column, buffer, PENDING: gl.constexpr):
+    """Stores a piece through this buffer, which earlier stores but PENDING have left."""
+    tma.store_wait(PENDING)
+    all_threads()
+    buffer.store(y)
+    fence_async_shared()
+    all_threads()
+    start_store(desc, [row, column], buffer)

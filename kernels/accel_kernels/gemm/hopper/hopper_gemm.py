@@ -76,7 +76,7 @@ def supports(x, weight, bias=None, *, low_rank=None, rounded=False, fast=False, 
     if weights[0].shape[0] % 8:
         return f"{weights[0].shape[0]} outputs, not a multiple of 8"
     for name, tensor in (("x", numbers), *(("weight", one) for one in weights), ("out", out)):
-        if tensor is not None and not _mapped(tensor):
+        if tensor is not None and not mapped(tensor):
             return f"{name}: rows not evenly spaced at multiples of {ALIGNED} bytes"
     if isinstance(x, QuantizedRows):
         exact = "float8 in full sums, which `fp8_linear` has" if not fast and numbers.dtype == FP8 else None
@@ -88,7 +88,7 @@ def supports(x, weight, bias=None, *, low_rank=None, rounded=False, fast=False, 
     return reason or _epilogue_reason(numbers, x.dtype, weights[0].shape[0], epilogue)
 
 
-def _mapped(tensor: torch.Tensor) -> bool:
+def mapped(tensor: torch.Tensor) -> bool:
     """Whether a tensor map can describe it as a matrix of evenly spaced rows."""
     *steps, last = tensor.stride()
     sizes = [(n, step) for n, step in zip(tensor.shape, steps, strict=False) if n > 1]
@@ -125,7 +125,7 @@ def _epilogue_reason(x: torch.Tensor, dtype: torch.dtype, n: int, epilogue: Epil
     residual, modulation = epilogue.residual, epilogue.modulation
     if (reason := epilogue.shape_reason(x.shape[:-1], n, dtype)) is not None:
         return reason
-    if residual is not None and not _mapped(residual):
+    if residual is not None and not mapped(residual):
         return f"residual: rows not evenly spaced at multiples of {ALIGNED} bytes"
     if modulation is not None:
         if modulation.dim() != 2 or modulation.shape[1] != n or x.numel() // x.shape[-1] % len(modulation):

@@ -23,8 +23,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from accel_kernels.device import multiprocessors
 from accel_kernels.gemm.epilogue import Epilogue
 from accel_kernels.gemm.epilogue_triton import tile_place
-from accel_kernels.gemm.gluon_triton import RENAMED, all_threads, column_blocks, start_store
-from accel_kernels.gemm.hopper.finish_triton import FinishArguments, finished, placed
+from accel_kernels.gemm.gluon_triton import RENAMED, all_threads, column_blocks
+from accel_kernels.gemm.hopper.finish_triton import finish_arguments, finished, placed, write_piece
 from accel_kernels.gemm.hopper.load_triton import GROUP, load
 from accel_kernels.gemm.quantize_rows import QuantizedRows
 from accel_kernels.sizes import cdiv
@@ -163,24 +163,14 @@ def _multiply(y_descs, rings, ready, free, out, after, sizes, places, GATE: gl.c
             buffer, column = out[MINE].index(piece % BUFFERS), n * (WRITTEN * WIDTH + EXTRA) + piece * WIDTH
             y, other = placed(pieces[piece]), placed(pieces[(piece + WRITTEN) % PIECES])
             y = finished(y, other, m * BLOCK_M, column, after, places, y_descs[0].dtype, GATE, ACTIVATION, ROUNDED)
-            _write(y, y_descs[0], m * BLOCK_M, column, buffer, PENDING)
+            write_piece(y, y_descs[0], m * BLOCK_M, column, buffer, PENDING)
         if EXTRA > 0:
             column = n * (WRITTEN * WIDTH + EXTRA) + WRITTEN * WIDTH
             y = finished(
                 beyond, beyond, m * BLOCK_M, column, after, places, y_descs[1].dtype, GATE, ACTIVATION, ROUNDED
             )
-            _write(y, y_descs[1], m * BLOCK_M, column, out[2].index(MINE), PENDING)
+            write_piece(y, y_descs[1], m * BLOCK_M, column, out[2].index(MINE), PENDING)
     tma.store_wait(0)
-
-
-@gluon.jit
-def _write(y, desc, row, column, buffer, PENDING: gl.constexpr):
-    tma.store_wait(PENDING)  # what was in this buffer has been read
-    all_threads()
-    buffer.store(y)
-    fence_async_shared()
-    all_threads()
-    start_store(desc, [row, column], buffer)
 
 
 @gluon.jit(do_not_specialize="rows eighths depth modulation_rise residual_rise share first second".split())
@@ -262,27 +252,27 @@ def hopper_gemm(x, weight, bias=None, *, low_rank=None, rounded=False, fast=Fals
     if extra is None:
         extra = 0 if low_rank is None or gate else _wider(rows, n, low_rank.ends, rank, numbers.device)
     tiles = cdiv(rows, HEIGHT) * cdiv(n * (2 if gate else 1), COLUMNS + extra)
-    x_map, w_map = _described(_matrix(numbers), HEIGHT, step), _described(weights[0], box, step)
-    descs = [x_map, w_map, w_map if not gate else _described(weights[-1], box, step), w_map, w_map]
-    y_map = _described(_matrix(y), HEIGHT, WIDTH.value)
+    x_map, w_map = described(matrix(numbers), HEIGHT, step), described(weights[0], box, step)
+    descs = [x_map, w_map, w_map if not gate else described(weights[-1], box, step), w_map, w_map]
+    y_map = described(matrix(y), HEIGHT, WIDTH.value)
     y_maps, b_maps = [y_map, y_map], [x_map, w_map, w_map, w_map]
     if extra:
-        descs[3], y_maps[1] = _described(weights[0], extra, step), _described(_matrix(y), HEIGHT, extra)
+        descs[3], y_maps[1] = described(weights[0], extra, step), described(matrix(y), HEIGHT, extra)
     if low_rank is not None:
         width, gate_up = (rank if together else step), low_rank.up if low_rank.gate_up is None else low_rank.gate_up
         maps = (low_rank.up, box), (gate_up, box), (low_rank.up, extra or box)
-        b_maps[1:] = [_described(one, height, width) for one, height in maps]
+        b_maps[1:] = [described(one, height, width) for one, height in maps]
         if together:
-            descs[4] = _described(low_rank.down, rank, step)
+            descs[4] = described(low_rank.down, rank, step)
         else:
-            b_maps[0] = _described(_matrix(low_rank.inner(x)), HEIGHT, step)
+            b_maps[0] = described(matrix(low_rank.inner(x)), HEIGHT, step)
     first, second = (0, 0) if low_rank is None else (*low_rank.ends, *(low_rank.ends[-1],) * 2)[:2]
     scales = [x.scales, *(one.scales for one in epilogue.weights(weight))] if quantized else [None]
     launch(
         hopper_gemm_kernel, (min(tiles, multiprocessors(numbers.device)),),
-        *descs, *y_maps, *b_maps, _finish(epilogue, scales), rows, n // 8, depth,
+        *descs, *y_maps, *b_maps, finish_arguments(epilogue, scales), rows, n // 8, depth,
         1 if modulation is None else modulation.stride(0) // 8,
-        1 if residual is None else _matrix(residual).stride(0) // 8,
+        1 if residual is None else matrix(residual).stride(0) // 8,
         1 if modulation is None else rows // len(modulation), first, second, **epilogue.flags, ROUNDED=rounded,
         RANK=rank, EXTRA=extra, TOGETHER=together, STAGES=STAGES[low_rank is not None], num_warps=4,
         **({"enable_fp_fusion": False} if rounded else {}),  # or modulation and residual would be rounded together
@@ -301,21 +291,13 @@ def _wider(rows: int, n: int, ends: tuple[int, ...], rank: int, device: torch.de
     return WIDER if columns(COLUMNS + WIDER) < columns(COLUMNS) else 0
 
 
-def _matrix(tensor: torch.Tensor) -> torch.Tensor:
+def matrix(tensor: torch.Tensor) -> torch.Tensor:
     """(..., N) of evenly spaced rows as (M, N), a view."""
     return tensor.view(-1, tensor.shape[-1])
 
 
-def _described(matrix: torch.Tensor, height: int, width: int) -> TensorDescriptor:
+def described(matrix: torch.Tensor, height: int, width: int) -> TensorDescriptor:
     kind = {1: gl.int8, 2: gl.float16}[matrix.element_size()]
     layout = gl.NVMMASharedLayout.get_default_for([height, width], kind)
     strides = [matrix.stride(0) if matrix.shape[0] > 1 else matrix.shape[1], 1]
     return TensorDescriptor(matrix, list(matrix.shape), strides, [height, width], layout)
-
-
-def _finish(epilogue: Epilogue, scales: list) -> FinishArguments:
-    shifts, of_weights = epilogue.arguments, scales[1:] or [None]
-    return FinishArguments(
-        shifts.bias, shifts.up_bias, scales[0], of_weights[0], of_weights[-1], epilogue.modulation, epilogue.residual,
-        shifts.scale,
-    )  # fmt: skip
