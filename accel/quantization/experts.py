@@ -13,7 +13,7 @@ from torch import nn
 from accel.in_flight import GATE
 from accel.parallel.sharded_layers import local
 from accel.quantization.activations import buffers_of, from_buffers
-from accel.quantization.module import QuantizedLinear, without_casting
+from accel.quantization.module import QuantizedLinear, StockState, overwritten, without_casting
 from accel.quantization.scheme import Scheme
 
 LIKE = "like"  # a buffer without numbers, in the dtype that stacks are written out in
@@ -44,7 +44,7 @@ class ExpertStacks(NamedTuple):
         return self.matrices(name).shape[-1]
 
 
-class QuantizedExperts(nn.Module):
+class QuantizedExperts(StockState):
     """Experts whose two stacks are `Quantized`, in place of a module of class `kind`, whose settings it takes over.
 
     The parts of a stack are buffers, such as "gate_up_proj_data": moved with the module, never cast, in the state_dict;
@@ -83,6 +83,11 @@ class QuantizedExperts(nn.Module):
     def stack(self, name: str) -> Quantized:
         """The rows of all matrices of this stack, (E outputs, inputs)."""
         return self.read(name, *(self._buffers[f"{name}_{part}"] for part in PARTS))
+
+    def take(self) -> None:
+        for name, quantized in self.arrived.read().items():
+            for part, new in buffers_of(quantized).items():
+                self._buffers[f"{name}_{part}"] = overwritten(self._buffers[f"{name}_{part}"], new)
 
     def read(self, name: str, data: Any, scales: Any, zeros: Any) -> Quantized:
         """The stack that buffers like its own are."""
@@ -132,7 +137,7 @@ class QuantizedExperts(nn.Module):
 
 
 WORDS = (torch.int32, torch.uint8)
-OWN = ("kind", "transposed", "scheme", "formats", "shapes")  # attributes that originals do not have
+OWN = ("kind", "transposed", "scheme", "formats", "shapes", "arrived")  # attributes that originals do not have
 
 
 def holds_numbers(module: nn.Module) -> bool:

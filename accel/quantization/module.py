@@ -4,6 +4,7 @@ import hashlib
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -53,13 +54,44 @@ class ReadOnlyWeight(torch.Tensor):
             return result.as_subclass(cls) if data or name in SAME else result
 
 
-class QuantizedLinear(nn.Linear):
+class StockState(nn.Module):
+    """A module whose state_dict is that of another, in whose place it is, where there is one.
+
+    arrived: with `whole(self)`, a context in which the other module, as given, holds its tensors; or None.
+    """
+
+    arrived: Any = None
+
+    def take(self) -> None:
+        """Holds what the other does; called when it is whole. Raises ValueError for what cannot be held so."""
+        raise NotImplementedError
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        if self.arrived is None:
+            super()._save_to_state_dict(destination, prefix, keep_vars)
+            return
+        with torch.inference_mode(False), torch.no_grad(), self.arrived.whole(self) as module:
+            module.state_dict(destination=destination, prefix=prefix)
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        if self.arrived is None:
+            super()._load_from_state_dict(*args)
+            return
+        try:
+            with torch.inference_mode(False), torch.no_grad(), self.arrived.whole(self) as module:
+                module._load_from_state_dict(*args)
+                self.take()
+        except ValueError as error:
+            args[-1].append(f"{args[1]}: {error}; accel.restore(model) before, and optimize it again")
+
+
+class QuantizedLinear(StockState, nn.Linear):
     """y = x W^T + b over a `Quantized` W; a subclass of nn.Linear, so that adapters can wrap it.
 
     The parts of W are buffers (`data`, `scales`, `zeros`): moved with the module, never cast, in the state_dict; float8
     as bytes, since torch does not pickle float8. dtype: of the weight before quantization, changed by `.to(dtype)`.
     `weight` is W dequantized to that dtype, a tensor that refuses writes. transposed: the original layer holds its
-    weight (in, out).
+    weight (in, out). arrived: the `Repacked` that W was made of, whose state_dict it then has.
 
     Where the scheme says so, many input rows are rounded to 8 bits by `products`, if no gradient is needed. What
     calibration fixed are buffers too, or None: input_scale (1,) float32, and input_columns int64, which are never
@@ -178,16 +210,43 @@ class QuantizedLinear(nn.Linear):
         super()._load_from_state_dict(*args)
         self._fix()
 
+    def take(self) -> None:
+        found, scale, bias = self.arrived.read(), self.arrived.input_scale, self.arrived.bias(self.dtype)
+        fixed = {} if scale is None else {SCALE: scale(self.arrived.module)}
+        for name, new in (buffers_of(found) | {ORDER: found.order} | fixed).items():
+            self._buffers[name] = overwritten(self._buffers[name], new)
+        if self.bias is not None:
+            self.bias.copy_(bias)
+        self.scheme = replace(self.scheme, symmetric=found.zeros is None, ordered=found.order is not None)
+
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "QuantizedLinear":
         self.dtype = fn(torch.empty(0, dtype=self.dtype, device=self.data.device)).dtype
         if self.columns is not None:
             self.columns = KnownColumns(*map(fn, self.columns))
-        return super()._apply(without_casting(self, fn), recurse)
+        super()._apply(without_casting(self, fn), recurse)
+        if self.arrived is not None:
+            module = self.arrived.module
+            before, _ = _dtypes(module), module._apply(fn)
+            if _dtypes(module) != before:  # a library's scales are rounded by a cast
+                with torch.inference_mode(False), torch.no_grad(), self.arrived.whole(self):
+                    self.take()
+        return self
 
     def extra_repr(self) -> str:
         scale = "".join(f", {SCALE}={value:.3g}" for value in self.values.get(SCALE, ()))
         columns = f", {COLUMNS}={list(self.values[COLUMNS])}" if COLUMNS in self.values else ""
         return f"{super().extra_repr()}, {self.scheme}{scale}{columns}"
+
+
+def _dtypes(module: nn.Module) -> list[torch.dtype]:
+    return [tensor.dtype for tensor in (*module.parameters(), *module.buffers())]
+
+
+def overwritten(held: torch.Tensor | None, new: torch.Tensor | None) -> torch.Tensor | None:
+    """The new values, in the same memory where they fit in."""
+    if held is None or new is None or (held.shape, held.dtype, held.device) != (new.shape, new.dtype, new.device):
+        return new
+    return held.copy_(new)
 
 
 def row_tensors(linear: nn.Linear) -> tuple[torch.Tensor | None, ...]:

@@ -1,5 +1,7 @@
 """Experts that came in MXFP4 and were written out, as transformers does without its kernels: packed again, exactly."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from math import inf
 from typing import Any, NamedTuple
@@ -11,7 +13,6 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from accel.llm.moe.experts import ExpertFormula
-from accel.llm.ptq.formats.saving import guard
 from accel.llm.ptq.model import Find, experts
 from accel.parallel.sharded_layers import expert_sharding
 from accel.patching.rule import set_data
@@ -33,12 +34,11 @@ class Mxfp4Experts(QuantizedModulePatch):
     """
 
     def __init__(self, model: PreTrainedModel, find: Find):
-        super().__init__(model, True, guard(model))
+        super().__init__(model, True)
         self.found, _ = experts(model, SCHEME, partial(_formula, find))
         self.rows: list[tuple[str, str, str]] = []
         self.records: list[dict] = []
         self.made: dict[nn.Module, QuantizedExperts] = {}
-        self.freed: list[tuple[list[str], dict[str, Freed]]] = []  # of each pair: names in their order, and stacks
 
     def apply(self) -> None:
         if self.there or not self.found:
@@ -48,55 +48,82 @@ class Mxfp4Experts(QuantizedModulePatch):
             with torch.inference_mode(False), torch.no_grad():
                 for path, stacks in self.found.items():
                     self.rows.append((path, *self._pack(path, stacks)))
-            self.guard = self.guard if self.pairs else None
-            if self.guard is not None:
-                self.guard.apply()
         except BaseException:
             self.undo()
             raise
 
     def _pack(self, path: str, stacks: ExpertStacks) -> tuple[str, str]:
-        module, packed = stacks.module, {}
-        for name in stacks.names:
-            found = packed_exactly(stacks.matrices(name))
-            if found is None:
-                return "skipped", f"{name}: some of its numbers are not those of MXFP4"
-            packed[name] = found
-        fresh, order = QuantizedExperts(stacks, packed, SCHEME), list(module._parameters)
+        module, plain = stacks.module, PlainExperts(stacks)
+        try:
+            packed = plain.read()
+        except ValueError as error:
+            return "skipped", str(error)
+        fresh = QuantizedExperts(stacks, packed, SCHEME)
         new = self.made.setdefault(module, fresh)  # of the first time, for other patches are bound to it
-        vars(new).update(vars(fresh))
+        vars(new).update(vars(fresh), arrived=vars(new).get("arrived", plain))
         for name, found in packed.items():
             weight = module.get_parameter(name)
             self.records.append(quantization_record(f"{path}.{name}", SCHEME, weight, found, None, inf, True))
         exchange(self.root, [(module, new)])
         self.pairs.append((module, new))
-        self.freed.append((order, {name: Freed.of(module._parameters.pop(name)) for name in packed}))
+        new.arrived.release()
         return "patched", f"{SCHEME}, bit for bit"
 
     def undo(self) -> None:
         if not self.there:
             return
-        if self.guard is not None:
-            self.guard.undo()
         with torch.inference_mode(False), torch.no_grad():
             while self.pairs:
-                (module, new), (order, freed) = self.pairs[-1], self.freed[-1]
+                module, new = self.pairs[-1]
                 assert isinstance(new, QuantizedExperts)
-                held = module._parameters | {name: one.back(new, name) for name, one in freed.items()}
-                module._parameters.clear()
-                module._parameters.update({name: held[name] for name in order})
+                new.arrived.refill(new)
                 vars(module).update(new.settings())
                 exchange(self.root, [(new, module)])
                 vars(new)["_buffers"] = {}
                 self.pairs.pop()
-                self.freed.pop()
         self.there = False
+
+
+class PlainExperts:
+    """Experts whose plain stacks are freed while others hold them packed."""
+
+    def __init__(self, stacks: ExpertStacks):
+        self.stacks, self.order = stacks, list(stacks.module._parameters)
+        self.freed: dict[str, Freed] = {}
+
+    def read(self) -> dict[str, Quantized]:
+        """The stacks in MXFP4. Raises ValueError where they would be other numbers."""
+        packed = {name: packed_exactly(self.stacks.matrices(name)) for name in self.stacks.names}
+        for name, found in packed.items():
+            if found is None:
+                raise ValueError(f"{name}: some of its numbers are not those of MXFP4")
+        return packed
+
+    def release(self) -> None:
+        parameters = self.stacks.module._parameters
+        self.freed = {name: Freed.of(parameters.pop(name)) for name in self.stacks.names}
+
+    def refill(self, packed: QuantizedExperts) -> None:
+        held = self.stacks.module._parameters
+        found = held | {name: one.back(packed, name) for name, one in self.freed.items()}
+        held.clear()
+        held.update({name: found[name] for name in self.order})
+        self.freed = {}
+
+    @contextmanager
+    def whole(self, packed: QuantizedExperts) -> Iterator[nn.Module]:
+        """Inside, the plain ones are there."""
+        self.refill(packed)
+        try:
+            yield self.stacks.module
+        finally:
+            self.release()
 
 
 class Freed(NamedTuple):
     """A parameter that is gone, unless someone else holds it: another model over the same weights keeps it as it is."""
 
-    held: ref
+    held: Callable[[], Any]
     dtype: torch.dtype
     requires_grad: bool
     attributes: dict[str, Any]
@@ -104,6 +131,9 @@ class Freed(NamedTuple):
     @classmethod
     def of(cls, weight: Any) -> "Freed":
         return cls(ref(weight), weight.dtype, weight.requires_grad, vars(weight))
+
+    def __reduce__(self) -> tuple:
+        return Freed, (_nobody, *self[1:])  # who holds it has none of a copy
 
     def back(self, module: QuantizedExperts, name: str) -> nn.Parameter:
         """It, or another of the same bits, where the module is by now and in its dtype."""
@@ -115,6 +145,10 @@ class Freed(NamedTuple):
         elif (weight.device, weight.dtype) != (packed.data.device, module.dtype):
             set_data(weight, lambda data: data.to(packed.data.device, module.dtype))
         return weight
+
+
+def _nobody() -> None:
+    """In place of a reference."""
 
 
 def _formula(find: Find, module: nn.Module) -> ExpertFormula | str:

@@ -24,7 +24,7 @@ def read_bitsandbytes8(module: Any) -> Repacked | str | None:
         return None
     if weight.dim() != 2 or weight.shape[1] % PER_WORD or scales.numel() != weight.shape[0]:
         return f"a weight {tuple(weight.shape)} with {scales.numel()} scales"
-    return Repacked(module, "bitsandbytes int8", weight, (_int8_weight,), attrgetter("data"), UNROUNDED)
+    return Repacked(module, "bitsandbytes int8", "weight", (_int8_weight,), attrgetter("data"), UNROUNDED)
 
 
 def _int8_weight(module: Any) -> Quantized:

@@ -248,21 +248,24 @@ def read_compressed_tensors(module: Any) -> Repacked | str | None:
     forward = vars(module).get("forward")
     if forward is not None and not stock_method(module, forward) and not of_package(forward):
         return f"its forward was replaced ({type(forward).__name__})"
-    big = held["weight_packed"] if "weight_packed" in held else held["weight"]
+    name = "weight_packed" if "weight_packed" in held else "weight"
+    big = held[name]
     found = getattr(vars(module).get("quantization_scheme"), "input_activations", None)
     said = {name: getattr(found, name, None) for name in ("num_bits", "type", "symmetric", "strategy", "dynamic")}
     rounding = rounding_of(said)
     fixed = rounding is not None and is_static(rounding) and ROW_DTYPES[weight_dtype_of(rounding)] == big.dtype
+    if fixed:
+        input_scale(held)
     wide = bits(big, held["weight_shape"]) if "weight_packed" in held else 0
     taken = 4 if wide <= 4 else 8
     return Repacked(
         module,
         METHOD if wide in (0, taken) else f"{METHOD} of {wide} bits, {taken} in memory",
-        big,
+        name,
         (_of_module,),
         partial(_data, wide=wide),
         note=UNROUNDED if found is not None else "",
-        input_scale=input_scale(held) if fixed else None,
+        input_scale=_scale_of_module if fixed else None,
         called=False,
     )
 
@@ -274,7 +277,14 @@ def of_package(function: object) -> bool:
 
 
 def _of_module(module: nn.Module) -> Quantized:
-    return read({name: tensor.detach() for name, tensor in held_tensors(module).items()})
+    held = {name: tensor.detach() for name, tensor in held_tensors(module).items()}
+    if "weight" in held and held["weight"].dtype not in BYTES:  # float8 that was cast with the model
+        held["weight"] = held["weight"].to(torch.float8_e4m3fn)
+    return read(held)
+
+
+def _scale_of_module(module: nn.Module) -> torch.Tensor:
+    return input_scale(held_tensors(module))
 
 
 def _data(quantized: Quantized, wide: int) -> torch.Tensor:

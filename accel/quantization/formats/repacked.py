@@ -9,7 +9,8 @@ Numbers of 2 to 8 bits are packed into int32 as one stream of bits, the first in
 Here numbers of up to 4 bits take 4, others 8; columns that share a scale are put together, see `Quantized.order`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import gcd
 from typing import Any
@@ -28,22 +29,27 @@ PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # in an AWQ word of 4 bits, of its columns in
 class Repacked:
     """A linear of another library whose numbers are held as ours while it is optimized.
 
-    kind: what the report calls it. big: the tensor that holds the numbers. ways: functions of the module that give its
-    weight, in the same memory where the layout is ours, or raise ValueError where its tensors do not fit one another;
-    of several, one is right. back: gives the big tensor again. note: what is different. input_scale: of all its inputs,
-    fixed, (1,) float32; None where it has none for numbers like the weight's. called: whether a call may tell if it
-    computes what its tensors say.
+    kind: what the report calls it. name: of the tensor that holds the numbers. ways: functions of the module that give
+    its weight, in the same memory where the layout is ours, or raise ValueError where its tensors do not fit one
+    another; of several, one is right. back: gives the big tensor again. note: what is different. input_scale: gives the
+    one of all its inputs, fixed, (1,) float32; None where it has none for numbers like the weight's. called: whether a
+    call may tell if it computes what its tensors say.
     """
 
     module: Any
     kind: str
-    big: torch.Tensor
+    name: str
     ways: tuple[Callable[[Any], Quantized], ...]
     back: Callable[[Quantized], torch.Tensor]
     note: str = ""
-    input_scale: torch.Tensor | None = None
+    input_scale: Callable[[Any], torch.Tensor] | None = None
     called: bool = True
     holders: list[Any] = field(default_factory=list)  # of bitsandbytes' second reference to it
+
+    @property
+    def big(self) -> torch.Tensor:
+        """What holds the numbers; empty, in the dtype that it would have, while ours does."""
+        return held_tensors(self.module)[self.name]
 
     def read(self) -> Quantized:
         return self.ways[0](self.module)
@@ -58,20 +64,26 @@ class Repacked:
         if not self.big.is_inference():
             set_data(self.big, lambda data: data.new_empty(0))
 
-    def refill(self, quantized: Quantized, dtype: torch.dtype | None) -> None:
-        """Gives the numbers back. dtype: which the model has been given meanwhile, None where it has kept its own."""
-        self.module.to(device=quantized.data.device, dtype=dtype)
+    def refill(self, quantized: Quantized) -> None:
+        """Gives the numbers back."""
+        self.module.to(device=quantized.data.device)
         if not self.big.is_inference():
-            whole = self.back(quantized)
+            whole = self.back(quantized).to(self.big.dtype)
             alone = whole.untyped_storage().nbytes() == whole.nbytes  # and no rows beside another's, see `Stacked`
             set_data(self.big, lambda data: whole if alone else whole.clone())
         for holder in self.holders:
             holder.CB = self.big.data
 
-    def state_dict(self, quantized: Quantized) -> dict[str, torch.Tensor]:
-        """The module's own, as it came. quantized: its weight now."""
-        held = self.module.state_dict(keep_vars=True)
-        return {name: self.back(quantized) if one is self.big else one.detach() for name, one in held.items()}
+    @contextmanager
+    def whole(self, linear: Any) -> Iterator[nn.Module]:
+        """Inside, the module holds its numbers. linear: ours, which does otherwise."""
+        big, held = self.big, self.module._parameters if self.name in self.module._parameters else self.module._buffers
+        try:
+            self.refill(linear.quantized)
+            yield self.module
+        finally:
+            held[self.name] = big  # in place of what was assigned, which is not ours to empty
+            self.release()
 
     def bias(self, dtype: torch.dtype) -> nn.Parameter | None:
         """In the dtype of the model: others cast it in their own product."""
@@ -149,7 +161,7 @@ def read_words(module: Any) -> Repacked | str | None:
     ways = [PackedWords(awq, int(bits), offset) for offset in ((0,) if awq else (1, 0))]  # two versions of GPTQ's
     kind, taken = "AWQ" if awq else "GPTQ", 4 if bits <= 4 else 8
     kind += "" if bits == taken else f" of {bits:g} bits, {taken} in memory"
-    return Repacked(module, kind, words, tuple(way.weight for way in ways), ways[0].words)
+    return Repacked(module, kind, "qweight", tuple(way.weight for way in ways), ways[0].words)
 
 
 def _group_of(held: dict[str, torch.Tensor]) -> torch.Tensor:

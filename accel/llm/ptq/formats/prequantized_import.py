@@ -7,7 +7,6 @@ from transformers import PreTrainedModel
 
 from accel.errors import reason_of
 from accel.libraries.code import lacks_kernel
-from accel.llm.ptq.formats.saving import guard
 from accel.patching.rule import ForwardPatch
 from accel.patching.structure import placement
 from accel.quantization.activations import FIXED, SCALE
@@ -33,7 +32,6 @@ class PrequantizedImport(QuantizedModulePatch):
 
     def __init__(self, root: PreTrainedModel, activations: str | None = None):
         super().__init__(root, True)
-        self.guard = guard(root, self)
         self.activations = activations
         self.found: dict[str, Repacked] = {}
         self.rows: list[tuple[str, str, str]] = []
@@ -61,7 +59,6 @@ class PrequantizedImport(QuantizedModulePatch):
             self.found, why = {}, "".join(unread[:1]).removeprefix(OWN)
             reason = f"its library dequantizes the whole model: {why}"
             self.rows = [(path, "skipped", reason) for path, *_ in self.rows]
-        self.guard = self.guard if self.found else None  # what is read as it lies is saved by its library
 
     def _stored(self, path: str, module: nn.Module, held: StoredWeight) -> None:
         note = "" if held.step is None else "; its inputs keep their dtype, and its own kernel rounds them"
@@ -84,13 +81,13 @@ class PrequantizedImport(QuantizedModulePatch):
                 ]
         for forward in self.forwards:
             forward.apply()
-        if self.guard is not None:
-            self.guard.apply()
         for prequantized in self.found.values():
             quantized = prequantized.read()
             scheme = self._scheme(prequantized, quantized)
-            bias, scale = prequantized.bias(self.dtype), prequantized.input_scale
+            bias, fixed = prequantized.bias(self.dtype), prequantized.input_scale
+            scale = None if fixed is None else fixed(prequantized.module)
             new = QuantizedLinear(quantized, bias, self.dtype, scheme, input_scale=scale)
+            new.arrived = prequantized
             self.pairs.append((prequantized, new))
             prequantized.release()
         exchange(self.root, [(prequantized.module, new) for prequantized, new in self.pairs])
@@ -124,14 +121,13 @@ class PrequantizedImport(QuantizedModulePatch):
     def undo(self) -> None:
         if not self.there:
             return
-        if self.guard is not None:
-            self.guard.undo()
         vars(self.root)["_forward_pre_hooks"].update(self.hooks)
         exchange(self.root, [(new, prequantized.module) for prequantized, new in self.pairs])
         while self.pairs:
             prequantized, new = self.pairs[-1]
             assert isinstance(new, QuantizedLinear)
-            prequantized.refill(new.quantized, None if new.dtype == self.dtype else new.dtype)
+            prequantized.refill(new.quantized)
+            new.arrived = None
             self.pairs.pop()
             new.data = new.data.new_empty(0)  # before the next: whoever still holds the layer holds no second copy
         for forward in reversed(self.forwards):

@@ -17,9 +17,8 @@ from accel.patching.rule import Patch
 from accel.quantization.activations import COLUMNS, FIXED, ORDER, SCALE
 from accel.quantization.experts import QuantizedExperts
 from accel.quantization.formats import compressed_tensors as compressed
-from accel.quantization.formats.repacked import Repacked
+from accel.quantization.formats.repacked import held_tensors
 from accel.quantization.module import QuantizedLinear
-from accel.quantization.patch import QuantizedModulePatch
 from accel.quantization.scheme import Scheme
 
 SAVE = "save_pretrained"
@@ -41,9 +40,8 @@ class SaveOverride(InstanceMethod):
 
     name, shared = SAVE, True
 
-    def __init__(self, model: PreTrainedModel, arrived: QuantizedModulePatch | None = None):
-        """arrived: of linears that came quantized, `Repacked`."""
-        self.model, self.arrived = model, arrived
+    def __init__(self, model: PreTrainedModel):
+        self.model = model
 
     @property
     def owner(self) -> PreTrainedModel:
@@ -54,11 +52,11 @@ class SaveOverride(InstanceMethod):
         own = getattr(type(model), SAVE)
         names = state_dict if state_dict is not None else model.state_dict()
         held, mixtures = _quantized(model, names)
-        given = state_dict is not None and not (held or mixtures)
-        if getattr(model, ADAPTED, False) or given:
-            own(model, save_directory, *args, state_dict=state_dict, **kwargs)  # an adapter alone, or given weights
+        as_it_is = not mixtures and all(module.arrived is not None for module in held.values())
+        if getattr(model, ADAPTED, False) or as_it_is:  # an adapter alone, given weights, those of another library
+            own(model, save_directory, *args, state_dict=state_dict, **kwargs)
             return
-        if (ranks := ranks_of(model)) is not None and (held or mixtures):
+        if (ranks := ranks_of(model)) is not None:
             raise ValueError(
                 f"this process holds its part of the quantized weights alone, of {ranks.size}: save the model where "
                 "it is whole, and divide the folder by accel shard"
@@ -73,20 +71,13 @@ class SaveOverride(InstanceMethod):
         for name in (SAVE, "hf_quantizer"):
             vars(twin).pop(name, None)
         ours = tuple(f"{path}." for path in (*held, *mixtures))
-        other = [name for name, one in names.items() if _packed(one) and not name.startswith(ours)] if ours else []
-        came = {} if self.arrived is None else {id(module): repacked for repacked, module in self.arrived.pairs}
-        if other or any(module.scheme.ordered for module in held.values()):
-            if not mixtures and all(id(module) in came for module in held.values()):
-                written = _as_it_came(names, {path: came[id(module)] for path, module in held.items()}, held)
-                own(twin, save_directory, *args, state_dict=written, **kwargs)
-                return
-        if other:
+        if other := [name for name, one in names.items() if _packed(one) and not name.startswith(ours)]:
             raise ValueError(
                 f"{other[0]} is in the format of another library, and {ours[0]}weight in ours: no folder holds both; "
                 "after accel.restore(model) all is saved as it came"
             )
         heads = {path for path, module in held.items() if module is model.get_output_embeddings()}
-        written, schemes = _written(names, held, heads)
+        written, schemes = _written(_in_parts(names, held), held, heads)
         written |= _stacks(written, mixtures)
         twin.config = copy.deepcopy(model.config)
         vars(twin.config).pop("quantization_config", None)
@@ -108,27 +99,28 @@ def untie(config: PretrainedConfig) -> None:
             setattr(one, TIED, False)
 
 
-def guard(model: PreTrainedModel, arrived: QuantizedModulePatch | None = None) -> Patch | None:
+def guard(model: PreTrainedModel) -> Patch | None:
     """The patch that installs `SaveOverride`; None where it is installed already."""
-    return Patch(model, SAVE, SaveOverride(model, arrived)) if SAVE not in vars(model) else None
+    return Patch(model, SAVE, SaveOverride(model)) if SAVE not in vars(model) else None
 
 
-def _as_it_came(names: dict, came: dict[str, Repacked], held: dict[str, QuantizedLinear]) -> dict[str, torch.Tensor]:
-    """The state dict that a model had before its linears were repacked."""
-    ours = tuple(f"{path}." for path in held)
-    written = {name: tensor for name, tensor in names.items() if not name.startswith(ours)}
-    for path, one in came.items():
-        written |= {f"{path}.{name}": tensor for name, tensor in one.state_dict(held[path].quantized).items()}
-    return written
+def _in_parts(names: dict, held: dict[str, QuantizedLinear]) -> dict[str, torch.Tensor]:
+    """The state dict with parts of ours for linears that came quantized, and have others beside them that did not."""
+    came = {path: module for path, module in held.items() if module.arrived is not None}
+    others = tuple(f"{path}." for path in came)
+    found = {name: tensor for name, tensor in names.items() if not name.startswith(others)}
+    for path, module in came.items():
+        found |= {f"{path}.{name}": tensor.detach() for name, tensor in held_tensors(module).items()}
+    return found
 
 
 def _quantized(model: PreTrainedModel, names: dict) -> tuple[dict[str, QuantizedLinear], dict[str, QuantizedExperts]]:
     """Quantized linears, and experts, by every path they have among the names."""
     linears, mixtures = {}, {}
     for path, module in model.named_modules(remove_duplicate=False):
-        if type(module) is QuantizedLinear and f"{path}.scales" in names:
+        if type(module) is QuantizedLinear and f"{path}.{module.arrived.name if module.arrived else 'data'}" in names:
             linears[path] = module
-        elif type(module) is QuantizedExperts and f"{path}.{next(iter(module.formats))}_scales" in names:
+        elif type(module) is QuantizedExperts and module.arrived is None and f"{path}.{next(iter(module.formats))}_scales" in names:
             mixtures[path] = module
     return linears, mixtures
 
@@ -147,8 +139,8 @@ def _stacks(written: dict[str, torch.Tensor], mixtures: dict[str, QuantizedExper
             parts = (written.pop(f"{path}.{name}_{part}", None) for part in WEIGHT_PARTS)
             stack = module.written(name, module.read(name, *parts), module.dtype).contiguous()
             found[f"{path}.{name}"] = stack.cpu()
-    if rounded := [name for name in found if not mixtures[name.rpartition(".")[0]].scheme.exact]:
-        _warn(STACKED, "stacks of experts", rounded)
+    if found:
+        _warn(STACKED, "stacks of experts", list(found))
     return found
 
 
