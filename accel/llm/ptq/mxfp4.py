@@ -38,7 +38,7 @@ class Mxfp4Experts(QuantizedModulePatch):
         self.found, _ = experts(model, SCHEME, partial(_formula, find))
         self.rows: list[tuple[str, str, str]] = []
         self.records: list[dict] = []
-        self.made: dict[nn.Module, QuantizedExperts] = {}
+        self.made: dict[nn.Module, tuple[QuantizedExperts, PlainExperts]] = {}
 
     def apply(self) -> None:
         if self.there or not self.found:
@@ -53,20 +53,21 @@ class Mxfp4Experts(QuantizedModulePatch):
             raise
 
     def _pack(self, path: str, stacks: ExpertStacks) -> tuple[str, str]:
-        module, plain = stacks.module, PlainExperts(stacks)
+        module = stacks.module
         try:
-            packed = plain.read()
+            packed = PlainExperts(stacks).read()
         except ValueError as error:
             return "skipped", str(error)
         fresh = QuantizedExperts(stacks, packed, SCHEME)
-        new = self.made.setdefault(module, fresh)  # of the first time, for other patches are bound to it
-        vars(new).update(vars(fresh), arrived=vars(new).get("arrived", plain))
+        # Those of the first time, for other patches are bound to them.
+        new, plain = self.made.setdefault(module, (fresh, PlainExperts(stacks)))
+        vars(new).update(vars(fresh), arrived=plain)
         for name, found in packed.items():
             weight = module.get_parameter(name)
             self.records.append(quantization_record(f"{path}.{name}", SCHEME, weight, found, None, inf, True))
         exchange(self.root, [(module, new)])
         self.pairs.append((module, new))
-        new.arrived.release()
+        plain.release()
         return "patched", f"{SCHEME}, bit for bit"
 
     def undo(self) -> None:
@@ -77,6 +78,7 @@ class Mxfp4Experts(QuantizedModulePatch):
                 module, new = self.pairs[-1]
                 assert isinstance(new, QuantizedExperts)
                 new.arrived.refill(new)
+                new.arrived = None
                 vars(module).update(new.settings())
                 exchange(self.root, [(new, module)])
                 vars(new)["_buffers"] = {}

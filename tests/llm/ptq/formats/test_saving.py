@@ -2,7 +2,6 @@
 
 import copy
 import json
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -251,22 +250,6 @@ def test_no_folder_holds_two_formats(tmp_path):
     ):
         model.save_pretrained(tmp_path)
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("kind", ["gptq-3-order", "gptq"])
-def test_what_no_file_of_compressed_tensors_holds_is_saved_as_it_came(kind, tmp_path):
-    model, _ = prequantized(kind)
-    if kind == "gptq":  # one keeps its forward
-        module = model.model.layers[1].mlp.up_proj
-        module.g_idx = (torch.arange(64) < 20).int()
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    accel.optimize(model)
-    assert len(held_by(model)) == 14 - (kind == "gptq")
-    given = {"is_serializable": lambda: True, "get_state_dict_and_metadata": lambda one: (one.state_dict(), {})}
-    model.hf_quantizer = SimpleNamespace(**given)  # by which transformers would ask for the state dict
-    model.save_pretrained(tmp_path)
-    saved = load_file(tmp_path / "model.safetensors")
-    assert saved.keys() == before.keys() and all(torch.equal(tensor, before[name]) for name, tensor in saved.items())
 
 
 def test_a_head_of_another_library():
