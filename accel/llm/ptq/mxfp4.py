@@ -95,10 +95,12 @@ class PlainExperts:
 
     def read(self) -> dict[str, Quantized]:
         """The stacks in MXFP4. Raises ValueError where they would be other numbers."""
-        packed = {name: packed_exactly(self.stacks.matrices(name)) for name in self.stacks.names}
-        for name, found in packed.items():
+        packed = {}
+        for name in self.stacks.names:
+            found = packed_exactly(self.stacks.matrices(name))
             if found is None:
                 raise ValueError(f"{name}: some of its numbers are not those of MXFP4")
+            packed[name] = found
         return packed
 
     def release(self) -> None:

@@ -95,6 +95,33 @@ PLANTED = ("llama-biases", "gemma2")
 LENGTHS = (65, 96, 200, 600)  # filled up, and replayed as graphs; each chooses tiles of its own
 
 
+def in_both(model, state):
+    """The tensors of its state_dict, and those of the same names in another."""
+    own = model.state_dict()
+    assert list(own) == list(state) and all(one.is_cuda for one in own.values())
+    return [(one, state[name]) for name, one in own.items()]
+
+
+@pytest.mark.parametrize("kind", ["gptq", "gptq-8", "gptq-order", "awq"])
+def test_graphs_read_the_numbers_that_are_loaded(kind):
+    """From the CPU, into those that came quantized: they lie where they lay. Nothing is held twice."""
+    (stock, twin), model = prequantized(kind, "llama-biases", seed=2), prequantized(kind, "llama-biases")[0]
+    twin, start = twin.cuda(), allocated()
+    accel.optimize(model.cuda(), graphs=True)
+    inputs, state, held = on_gpu(*padded()), stock.state_dict(), held_by(model)
+    for _ in range(3):  # eager, capture, replay
+        generate(model, *inputs)
+    places, before = [module.data.data_ptr() for module in held], allocated()
+    model.load_state_dict(state)
+    assert [module.data.data_ptr() for module in held] == places
+    assert allocated() - before < 0.01 * (before - start)
+    assert all(torch.equal(one.cpu(), other) for one, other in in_both(model, state))
+    same(generate(model, *inputs), generate(twin, *inputs), 4e-5)
+    assert accel.report(model).fallbacks == []
+    accel.restore(model)
+    assert all(torch.equal(one.cpu(), other) for one, other in in_both(model, state))
+
+
 @pytest.mark.parametrize("activations", KINDS)
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -255,6 +282,7 @@ def test_experts_that_came_in_mxfp4():
             ids = prompt(rows, length, seed).cuda()
             same(generate(model, ids, None), generate(theirs, ids, None), 4e-5)
     assert accel.report(model).fallbacks == [] and accel.verify(model).passed
+    assert all(torch.equal(one.cpu(), other) for one, other in in_both(model, stock.state_dict()))
     accel.restore(model)
     for one, other in zip(model.parameters(), stock.parameters(), strict=True):
         assert torch.equal(one.cpu().view(torch.int32), other.view(torch.int32))

@@ -118,9 +118,10 @@ def _quantized(model: PreTrainedModel, names: dict) -> tuple[dict[str, Quantized
     """Quantized linears, and experts, by every path they have among the names."""
     linears, mixtures = {}, {}
     for path, module in model.named_modules(remove_duplicate=False):
-        if type(module) is QuantizedLinear and f"{path}.{module.arrived.name if module.arrived else 'data'}" in names:
+        part = getattr(getattr(module, "arrived", None), "name", "data")
+        if type(module) is QuantizedLinear and f"{path}.{part}" in names:
             linears[path] = module
-        elif type(module) is QuantizedExperts and module.arrived is None and f"{path}.{next(iter(module.formats))}_scales" in names:
+        elif type(module) is QuantizedExperts and f"{path}.{next(iter(module.formats))}_scales" in names:
             mixtures[path] = module
     return linears, mixtures
 

@@ -15,7 +15,6 @@ from support.diffusion.library_formats import FORMATS
 from support.llm.families import layers, make, padded
 from support.llm.outputs import generate, ran_fast, same
 from support.llm.prequantized.models import MAKERS, compressed, prequantized
-from support.llm.quantized import held_by, logits
 
 LAYOUTS = ("int8", "int8 bytes", "int8-asym bytes", "int4-g32", "int4-g32 3", "fp8")  # of compressed-tensors
 IN_PLACE = {
