@@ -74,7 +74,7 @@ $(WITH_FORMATS): $(READY)
 	@touch $@
 
 test-formats: $(WITH_FORMATS)  ## the tests of linears in the formats of torchao and Quanto, which it installs
-	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/diffusion tests/quantization -k "formats" $(ARGS)
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/diffusion tests/quantization tests/llm/ptq/formats/test_state_dict.py -k "formats" $(ARGS)
 
 $(WITH_RAY): $(READY)
 	@echo "installing ray into $(VENV)"
