@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from accel_kernels import Quantized
+from accel_kernels.device import card, free_memory
 from accel_kernels.gemm.quantize_rows import KnownColumns
 from torch import nn
 from torch.overrides import handle_torch_function, has_torch_function_unary
@@ -28,6 +29,7 @@ from accel.quantization.activations import (
 )
 from accel.quantization.scheme import Scheme
 
+SPARE = 8  # one in so many bytes of a GPU is not filled with what `state_dict` writes out
 SAME = {"detach", "requires_grad_"}  # and the attribute `data`: the same memory, to be guarded in turn
 WRITES = {"__setitem__", "__set__"}
 COPIES = {"__deepcopy__", "__reduce_ex__"}
@@ -72,6 +74,9 @@ class StockState(nn.Module):
             return
         with torch.inference_mode(False), torch.no_grad(), self.arrived.whole(self) as module:
             module.state_dict(destination=destination, prefix=prefix)
+            for name, one in list(destination.items()):
+                if name.startswith(prefix) and one.is_cuda and _short(one.device):
+                    destination[name] = one.cpu()  # what is written out is a second copy
 
     def _load_from_state_dict(self, *args: Any) -> None:
         if self.arrived is None:
@@ -236,6 +241,10 @@ class QuantizedLinear(StockState, nn.Linear):
         scale = "".join(f", {SCALE}={value:.3g}" for value in self.values.get(SCALE, ()))
         columns = f", {COLUMNS}={list(self.values[COLUMNS])}" if COLUMNS in self.values else ""
         return f"{super().extra_repr()}, {self.scheme}{scale}{columns}"
+
+
+def _short(device: torch.device) -> bool:
+    return free_memory(device) * SPARE < card(device).memory
 
 
 def _dtypes(module: nn.Module) -> list[torch.dtype]:

@@ -109,7 +109,7 @@ class PlainExperts:
 
     def refill(self, packed: QuantizedExperts) -> None:
         held = self.stacks.module._parameters
-        found = held | {name: one.back(packed, name) for name, one in self.freed.items()}
+        found = packed._parameters | {name: one.back(packed, name) for name, one in self.freed.items()}
         held.clear()
         held.update({name: found[name] for name in self.order})
         self.freed = {}

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import accel
+import accel.quantization.module as quantized_modules
 from accel.bench.llm.models import round_to_mxfp4
 from accel.quantization.experts import QuantizedExperts
 from support.device_memory import allocated
@@ -103,8 +104,10 @@ def in_both(model, state):
 
 
 @pytest.mark.parametrize("kind", ["gptq", "gptq-8", "gptq-order", "awq"])
-def test_graphs_read_the_numbers_that_are_loaded(kind):
-    """From the CPU, into those that came quantized: they lie where they lay. Nothing is held twice."""
+def test_graphs_read_the_numbers_that_are_loaded(kind, monkeypatch):
+    """From the CPU, into those that came quantized: they lie where they lay. Nothing is held twice; what is written
+    out for a state_dict lies on the CPU where there is no room.
+    """
     (stock, twin), model = prequantized(kind, "llama-biases", seed=2), prequantized(kind, "llama-biases")[0]
     twin, start = twin.cuda(), allocated()
     accel.optimize(model.cuda(), graphs=True)
@@ -118,6 +121,11 @@ def test_graphs_read_the_numbers_that_are_loaded(kind):
     assert all(torch.equal(one.cpu(), other) for one, other in in_both(model, state))
     same(generate(model, *inputs), generate(twin, *inputs), 4e-5)
     assert accel.report(model).fallbacks == []
+    with monkeypatch.context() as without:
+        without.setattr(quantized_modules, "free_memory", lambda device: 0)
+        found = model.state_dict()
+    assert {found[name].is_cuda for name in found if name.endswith("qweight")} == {False}
+    assert all(torch.equal(found[name].cpu(), other) for name, other in state.items())
     accel.restore(model)
     assert all(torch.equal(one.cpu(), other) for one, other in in_both(model, state))
 

@@ -12,6 +12,7 @@ from torch import nn
 import accel
 from support.bits import as_elsewhere, float8, four_bit
 from support.diffusion.library_formats import FORMATS
+from support.everything import always
 from support.llm.families import layers, make
 from support.llm.outputs import ran_fast, same
 from support.llm.prequantized.models import MAKERS, compressed, prequantized
@@ -75,11 +76,12 @@ def loaded(models, other, **given):
     return models
 
 
-@pytest.mark.parametrize("kind", [*MAKERS, *LAYOUTS, "mxfp4"])
+@pytest.mark.parametrize("kind", always([*MAKERS, *LAYOUTS, "mxfp4"], "awq", "gptq-8-v2"))
 @pytest.mark.share(3)
 def test_of_what_is_repacked(kind, folders, tmp_path):
     stock, ours, other = (in_format(kind, folders, seed) for seed in (1, 1, 2))
     accel.optimize(ours)
+    assert any(vars(one).get("arrived") for one in ours.modules())
     equal(ours.state_dict(), stock.state_dict())
     for copied in (copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one)))[: 2 - (kind in LAYOUTS)]:
         equal(copied(ours).state_dict(), stock.state_dict())
