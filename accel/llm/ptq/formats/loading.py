@@ -32,7 +32,7 @@ def load(folder: Path, dtype: str | torch.dtype, device: str | torch.device | No
     config, fields = read_config(folder)
     weight_files(folder)
     given = {"dtype": dtype} | ({} if device is None else {"device_map": device})
-    if fields is None or not is_compressed_tensors(fields) or _of_library(fields):
+    if fields is None or not is_compressed_tensors(fields) or _of_library(fields, folder):
         return whole(AutoModelForCausalLM, folder, config=config, **given).eval()
     linears = quantized_linears(folder)
     quantization = read_quantization(folder, fields, linears)
@@ -47,8 +47,10 @@ def is_compressed_tensors(fields: Mapping) -> bool:
     return fields.get("quant_method") == compressed.METHOD
 
 
-def _of_library(fields: Mapping) -> bool:
-    """Whether the package alone reads it: scales by block, numbers of other than 4 or 8 bits, floats of 4."""
+def _of_library(fields: Mapping, folder: Path) -> bool:
+    """Whether the package alone reads it: scales by block, floats of 4 bits, numbers that are of other than 4 or 8 in
+    the files too.
+    """
     groups = fields.get("config_groups")
     held = (
         [one.get("weights") for one in groups.values() if isinstance(one, Mapping)]
@@ -56,7 +58,15 @@ def _of_library(fields: Mapping) -> bool:
         else []
     )
     said = [(one.get("strategy"), one.get("num_bits"), one.get("type")) for one in held if isinstance(one, Mapping)]
-    return any(way in BLOCKS or bits not in (None, 4, 8) or (bits, kind) == (4, "float") for way, bits, kind in said)
+    if any(way in BLOCKS or (bits, kind) == (4, "float") for way, bits, kind in said):
+        return True
+    odd = [bits for _, bits, _ in said if bits not in (None, 4, 8)]
+    return bool(odd) and any(_bits(parts) in odd for parts in quantized_linears(folder).values())
+
+
+def _bits(parts: Parts) -> int:
+    packed = {"weight_packed", "weight_shape"} <= parts.keys()
+    return compressed.bits(parts["weight_packed"], parts["weight_shape"]) if packed else 8
 
 
 def read_quantization(folder: Path, fields: Mapping, linears: Mapping[str, Parts]) -> QuantizationConfig:
