@@ -136,14 +136,18 @@ def test_prompts(launched):
     assert launched == known
 
 
-@pytest.mark.parametrize("dim", [64, 80, 256])
-def test_sequences(launched, dim):
-    """Any number of them, tokens and lengths."""
+@pytest.mark.share(1)
+@pytest.mark.parametrize(("dim", "columns"), [(64, 0), (80, 0), (256, 0), (64, 512)])
+def test_sequences(launched, dim, columns):
+    """Any number of them, tokens and lengths; columns: of tables of distances."""
 
     def encoder(tokens, sequences, longest):
         qkv = torch.empty((tokens, 3, 12, dim), device="meta", dtype=torch.float16)
         starts = torch.empty(sequences + 1, device="meta", dtype=torch.int32)
-        packed.packed_attention(*qkv.unbind(1), starts, 0.1, longest=longest)
+        table = torch.empty((12, tokens, columns), device="meta", dtype=torch.float16).transpose(0, 1)
+        places = torch.empty(1023, device="meta", dtype=torch.int32)
+        more = {"by_query": table, "by_key": table, "places": places} if columns else {}
+        packed.packed_attention(*qkv.unbind(1), starts, 0.1, longest=longest, **more)
 
     with warmed_up():
         encoder(77, 3, 50)

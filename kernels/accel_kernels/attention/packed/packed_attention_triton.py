@@ -172,7 +172,7 @@ def packed_attention(
     left, right = (None, None) if window is None else (min(side, longest) for side in window)
     right = 0 if causal else right
     reach = max((one.shape[-1] // 2 for one in (bias, places) if one is not None), default=0)
-    steps = (0,) * 4 if by_query is None else (t.stride(at) for at in (0, 1) for t in (by_query, by_key))
+    steps = (0,) * 4 if by_query is None else tuple(t.stride(at) for at in (0, 1) for t in (by_query, by_key))
     for tile in dict.fromkeys(packed_tile(q, block_d + rest, reach > 0, *size) for size in sizes):
         launch(
             packed_attention_kernel, (tokens // tile.queries + sequences + 1, heads),
