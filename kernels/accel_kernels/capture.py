@@ -5,7 +5,7 @@ import functools
 import gc
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -21,16 +21,34 @@ def capture(graph: torch.cuda.CUDAGraph, pool: Any = None) -> Iterator[None]:
     waits. Garbage is not collected meanwhile: destroying some other graph, which only the collector does where objects
     refer to each other, is not allowed during a capture and would break it. Other threads may go on using the GPU.
     """
-    stream, turn = _place(torch.cuda.current_device())
-    with turn:
+    device, pool = torch.cuda.current_device(), torch.cuda.graph_pool_handle() if pool is None else pool
+    stream, turn = _place(device)
+    with turn, torch.cuda.stream(torch.cuda.current_stream()):  # else a failed capture's stream stays the current one
         collecting = gc.isenabled()
         gc.disable()
         try:
             with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
                 yield
+        except BaseException:
+            _clean_up(device, stream, pool)
+            raise
         finally:
             if collecting:
                 gc.enable()
+
+
+def _clean_up(device: int, stream: torch.cuda.Stream, pool: Any) -> None:
+    """Ends what torch leaves open where CUDA refuses to end a capture: memory goes to its pool, which is never given
+    back or recorded to again, and random numbers are refused outside of a capture, until one succeeds.
+    """
+    with suppress(RuntimeError):  # the capture has ended, it was something else that failed
+        torch._C._cuda_endAllocateToPool(device, pool)
+        torch._C._cuda_releasePool(device, pool)
+    with suppress(RuntimeError), torch.cuda.stream(stream):  # the GPU has failed
+        zero, another = torch.zeros((), device=stream.device), torch.cuda.CUDAGraph()
+        another.capture_begin(capture_error_mode="thread_local")
+        zero.zero_()  # torch warns of an empty one
+        another.capture_end()
 
 
 @functools.cache

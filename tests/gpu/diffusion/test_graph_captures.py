@@ -5,6 +5,7 @@ import gc
 import threading
 from contextlib import contextmanager
 
+import pytest
 import torch
 from accel_kernels.capture import capture
 
@@ -60,6 +61,30 @@ def test_a_capture_that_fails_falls_back_for_that_call(pair, tiny, monkeypatch):
     run(model, inputs)
     close(run(model, inputs), run(twin, inputs))
     assert graphs(model)
+
+
+def test_a_capture_that_cuda_refuses_to_end_leaves_nothing_behind():
+    stream, pool, graphs_of_pool = torch.cuda.current_stream(), torch.cuda.graph_pool_handle(), []
+    for _ in range(2):
+        graphs_of_pool.append(torch.cuda.CUDAGraph())
+        with capture(graphs_of_pool[-1], pool):
+            drawn = torch.rand(3, device="cuda")
+        before = torch.cuda.memory_reserved()
+        for shared in (pool, None):
+            with pytest.raises(RuntimeError), capture(torch.cuda.CUDAGraph(), shared):
+                large = torch.ones(2**26, device="cuda")
+                float(large[0])
+            del large
+        assert torch.cuda.current_stream() == stream
+        torch.cuda.manual_seed(7)
+        wanted = torch.rand(3, device="cuda")
+        torch.cuda.manual_seed(7)
+        graphs_of_pool[-1].replay()
+        assert torch.equal(drawn, wanted) and not torch.equal(torch.rand(3, device="cuda"), wanted)
+    graphs_of_pool.clear()
+    gc.collect()
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() <= before
 
 
 def test_threads_on_streams_of_their_own_agree(pair, tiny):
