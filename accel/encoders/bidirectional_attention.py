@@ -266,14 +266,15 @@ class BoundBidirectionalAttention(BoundSoftmaxAttention):
         more = {} if self.relative is None else self.relative(kernels, step, q, k, kwargs)
         return kernels.packed_attention(
             more.pop("q", q), k, v[0], packing.starts, spec.scale, longest=packing.longest, keys=packing.keys,
-            bias=step.bias(spec.position_bias), **self._seen(packing), **more,
+            padding=packing.padding, bias=step.bias(spec.position_bias), **self._seen(packing), **more,
         )[None]  # fmt: skip
 
     def _seen(self, packing: Packing) -> dict[str, Any]:
         """What of its sequence a token sees, as `accel_kernels.packed_attention` is told."""
-        if self.spec.reach in (None, (None, 0)) and not packing.mirrored:
-            return {"causal": self.spec.reach is not None}
-        left, right = (packing.longest if far is None else far for far in self.spec.reach or (None, None))
+        reach = self.spec.reach
+        if reach is None or (reach == (None, 0) and not packing.mirrored):
+            return {"causal": reach is not None}
+        left, right = (packing.longest if far is None else far for far in reach)
         return {"window": (right, left) if packing.mirrored else (left, right)}
 
     def angles(self, step: Any, kwargs: dict) -> tuple[torch.Tensor, torch.Tensor]:

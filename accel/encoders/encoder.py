@@ -33,6 +33,7 @@ from accel.patching.fast_forward import FastForward, as_written
 from accel.patching.structure import foreign, foreign_hooks, replaced_forward
 
 OUTPUTS = ("output_attentions", "output_router_logits", HIDDEN_STATES)
+TOLD = ("starts", "keys", "longest", "mirrored", "padding")  # of a packing, what layers read
 # Of a configuration: what a call may say otherwise, and rows of a table that no layer reads: new tokens change it.
 CALLS = {*OUTPUTS, "use_cache", "return_dict", "vocab_size"}
 
@@ -44,7 +45,7 @@ class EncoderForward(FastForward):
     say otherwise; watches: somebody has looked into one. strange: rows of padding attend in a way of their own. shows:
     the code around the layers is given the mask, and what each layer gives where there is none. inputs: what it is
     given; unread: names of what it is given beside, which changes nothing. order: of the layers that it calls, some of
-    them several times. stops: see `EncoderStep`. mirrors: see `Sight`. settings: what `told` gave when it was
+    them several times. stops: see `EncoderStep`. mirrors, alike: see `Sight`. settings: what `told` gave when it was
     understood. sizes: what its code makes of these alone, as keywords; None for nothing that is known.
     """
 
@@ -61,7 +62,7 @@ class EncoderForward(FastForward):
     steps: ForwardContext
     runner: GraphRunner | None  # of the layers
     calls: SmallCalls
-    blind = unseen = caches = watches = strange = False
+    blind = unseen = caches = watches = strange = alike = False
     pad: int | None = None
     mirrors = True
     shows = False
@@ -91,8 +92,9 @@ class EncoderForward(FastForward):
         """By what its layers tell tokens."""
         attentions = [layer.attention for layer in self.layers]
         distances = any(one.has_position_bias for one in attentions)
-        places = distances or any(layer.spec.keywords or layer.inner for layer in self.layers)  # as of convolutions
-        return Sight(distances, places, all(one.causal for one in attentions), self.mirrors)
+        places = distances or any(layer.spec.keywords for layer in self.layers)
+        places = (places and not self.alike) or any(layer.inner for layer in self.layers)  # as of convolutions
+        return Sight(distances, places, all(one.causal for one in attentions), self.mirrors, self.alike)
 
     @property
     def biased(self) -> bool:
@@ -194,7 +196,7 @@ class EncoderForward(FastForward):
                 layer.bound.attention.prepare(step, kwargs)
             if (starts := layer.attention.starts) is not None:
                 step.packed(kwargs.get(starts), graph)
-        given = x, packing.starts, packing.keys, packing.longest, packing.mirrored, step.prepared()
+        given = x, {name: getattr(packing, name) for name in TOLD}, step.prepared()
         if graph and self.runner is not None:
             compute = partial(self._layers, step)
             x = self.runner(compute, given, {}, (step.begun,), without_graph=partial(compute, *given))
@@ -202,11 +204,9 @@ class EncoderForward(FastForward):
             x = self._layers(step, *given)
         return packing.unpack(x[0], *step.shape).reshape(step.hidden.shape)
 
-    def _layers(
-        self, step: EncoderStep, x: torch.Tensor, starts: Any, keys: Any, longest: int, mirrored: bool, prepared: tuple
-    ) -> Any:
-        """The layers that wait, of packed tokens; a graph for each form of these."""
-        step.packing = step.packing._replace(starts=starts, keys=keys, longest=longest, mirrored=mirrored)
+    def _layers(self, step: EncoderStep, x: torch.Tensor, told: dict[str, Any], prepared: tuple) -> Any:
+        """The layers that wait, of tokens packed as `told` says; a graph for each form of these."""
+        step.packing = step.packing._replace(**told)
         step.prepare(*prepared)
         for layer, kwargs in step.waiting:
             x = layer.bound(self.kernels, step, x, kwargs)

@@ -110,3 +110,11 @@ def _attention(
         query.clone(), hidden, {"scaling": scale}, output.transpose(1, 2).clone(), bias=bias, relative=relative
     )
     return found, Stored(seen.ended, index, key.contiguous().clone(), value.contiguous().clone())
+
+
+def hides_all_from_some(model: nn.Module, call: dict[str, Any]) -> bool:
+    """Whether some queries see no key by the mask of an attention, to which then all are alike."""
+    with OwnCode(lambda: model) as watched:
+        type(model).forward(model, **call)
+    terms = (term for one in watched.seen if one.scores is not None for _, term in one.scores.terms)
+    return any(bool((term < torch.finfo(term.dtype).min / 2).all(-1).any()) for term in terms)

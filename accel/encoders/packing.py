@@ -17,7 +17,8 @@ class Packing(NamedTuple):
     In each come first the tokens that others attend to, then those of padding. starts: (sequences + 1,) int32; keys:
     (sequences,) int32, how many come first, None for all; longest: of these lengths, or more. size: T, with tokens that
     fill the call up. rows: (T,), which of the B * L rows each token is; None for all in order, and zeros behind them.
-    places: (B * L,), which of the T each row is. unseen: (B * L, 1), the rows that are not computed, in whose place
+    places: (B * L,), which of the T each row is. padding: (sequences,) int32, how many rows of padding the one behind
+    the keys stands for, where they see all alike. unseen: (B * L, 1), the rows that are not computed, in whose place
     there are zeros; None for none. mirrored: each sequence stands from its last token to its first.
     """
 
@@ -29,6 +30,7 @@ class Packing(NamedTuple):
     places: torch.Tensor | None = None
     unseen: torch.Tensor | None = None
     mirrored: bool = False
+    padding: torch.Tensor | None = None
 
     def pack(self, x: torch.Tensor) -> torch.Tensor:
         """(B, L, ...) -> (T, ...)."""
@@ -85,13 +87,15 @@ def blocks_of(mask: torch.Tensor) -> torch.Tensor | None:
 class Sight(NamedTuple):
     """What layers tell tokens by. distances: how far apart they are. places: where they stand; without, rows of padding
     that are given the same are the same. causal: none sees what is behind it, so that padding on the left sees nothing.
-    mirrored: padding on the left is as it is in stock where a sequence is turned round.
+    mirrored: padding on the left is as it is in stock where a sequence is turned round. alike: a mask hides all from
+    rows of padding, to which then all, rows of padding too, are alike.
     """
 
     distances: bool
     places: bool
     causal: bool
     mirrored: bool
+    alike: bool = False
 
 
 NONE, ONE, ALL = range(3)  # of the rows of padding of a sequence
@@ -110,14 +114,16 @@ def padded(
     hidden: nobody sees rows of padding, where it is on the right, and `plain`, () bool, says so too. graph: with as
     many sequences, and as long ones, as the graph that serves all up to there. Waits for the GPU. Raises Unfit for a
     sequence without tokens, which each attention of torch's treats in a way of its own. It does so too where layers
-    attend by distances and padding is neither on the right of all nor on the left.
+    attend by distances and padding is neither on the right of all nor on the left. And where rows of padding differ to
+    which all are alike.
     """
     batch, length = mask.shape
     counts = mask.sum(1)
     short = counts < length
     before, behind = mask[:, :-1], mask[:, 1:]
     ordered, mirrored = (behind <= before).all(), (behind >= before).all()
-    alike = ordered.new_zeros(()) if (sight.places or hidden) and not sight.causal else _alike(x, mask)
+    unknown = (sight.places or (hidden and not sight.alike)) and not sight.causal
+    alike = ordered.new_zeros(()) if unknown else _alike(x, mask)
     plain = torch.ones_like(ordered) if plain is None else plain
     facts = torch.stack([counts.sum(), counts.min(), counts.max(), short.sum(), ordered, mirrored, alike, plain])
 
@@ -139,11 +145,14 @@ def padded(
         found = found._replace(unseen=~mask.view(-1, 1))
     else:
         computed = ONE if alike and (turned or not sight.places) else ALL
+        if sight.alike and computed == ALL:
+            raise Unfit("rows of padding that differ, and see each other")
         found = found if computed == likely and not turned else placed(computed, turned)
         total, most = (total + shorter, min(most + 1, length)) if computed == ONE else (mask.numel(), length)
     size, rows = bucket(total), found.rows
     assert rows is not None
-    return found._replace(longest=_longest(most, graph), size=size, rows=rows[:size])
+    padding = F.pad(length - counts, (0, _idle(batch, graph))).int() if sight.alike and found.unseen is None else None
+    return found._replace(longest=_longest(most, graph), size=size, rows=rows[:size], padding=padding)
 
 
 def _placed(mask: torch.Tensor, counts: torch.Tensor, more: torch.Tensor, idle: int) -> Packing:

@@ -31,6 +31,7 @@ from accel.encoders.inputs import (
     wide_call,
 )
 from accel.encoders.own_attention import ALONE, OwnAttention, OwnCodeForward, own_attentions
+from accel.encoders.own_code import hides_all_from_some
 from accel.encoders.picture_sizes import picture_sizes
 from accel.encoders.position_bias import PositionBiasForward, long_text
 from accel.encoders.recording import understand_encoder
@@ -174,12 +175,15 @@ def _try(forward: EncoderForward, example: dict[str, Any]) -> None:
     if inputs == TEXT and "position_ids" in forward.names:
         more.append(right | {"position_ids": torch.arange(main.shape[1], device=main.device).flip(0).expand_as(main)})
     calls = [example | one for one in more]
-    if inputs == TEXT and any(layer.attention.own_code for layer in forward.layers):  # which may have windows
+    own = any(layer.attention.own_code for layer in forward.layers)
+    if inputs == TEXT and own:  # which may have windows
         calls.append({TEXT.main: example_ids(model, long_text(model))[:1]})
     with resting(model), math_attention():
         with as_written():
             calls += wide_call(model, inputs, example) if inputs != TEXT else []
             wanted = [_seeded(forward.stock, call) for call in calls]
+            everywhere = all(layer.attention.reach is None and not layer.inner for layer in forward.layers)
+            forward.alike = own and everywhere and mask in forward.names and hides_all_from_some(model, calls[1])
             forward.caches = cache_of(wanted[0]) is not None
             forward.unread = unread(model, example) if inputs != TEXT else frozenset()
         pairs = list(zip(calls, wanted, strict=True))

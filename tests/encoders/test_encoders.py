@@ -164,21 +164,23 @@ def test_what_is_no_such_encoder_says_why():
     assert told.startswith("2 attentions are fused inside of its own code, as its own code attends, by a formula that")
 
 
-@pytest.mark.parametrize("shared", [False, True])
-def test_scores_by_content_and_distance(monkeypatch, shared):
+@pytest.mark.parametrize(
+    ("shared", "head"), [(False, "ForSequenceClassification"), (True, "ForSequenceClassification"), (True, "Model")]
+)
+def test_scores_by_content_and_distance(monkeypatch, shared, head):
     config = t.DebertaV2Config(**SIZES, **DEBERTA, share_att_key=shared, pos_att_type=["p2c", "c2p"])
     monkeypatch.setitem(CONFIGS, "DebertaV2", config)
-    model, stock = optimized("DebertaV2", "ForSequenceClassification")
-    for side in (None, "full", "right"):
+    model, stock = optimized("DebertaV2", head)
+    for side in (None, "full", "right", "left"):
         assert_same(model, stock, **ids_and_mask(side))
     assert_same(model, stock, input_ids=torch.arange(90)[None] % 64)
     assert not fallbacks(model)
     for one in (model, stock):
-        one.deberta.encoder.rel_embeddings.weight.data.mul_(0.5)
+        one.base_model.encoder.rel_embeddings.weight.data.mul_(0.5)
     assert_same(model, stock, **ids_and_mask("right"))
     assert not fallbacks(model)
-    assert_same(model, stock, **ids_and_mask("left"))
-    assert fallbacks(model) == ["rows of padding are seen, and attend in a way of their own"]
+    assert_same(model, stock, **ids_and_mask("holes"))
+    assert fallbacks(model) == ["padding on no one side, and attention by distances"]
 
 
 def test_big_bird_is_put_back_after_it_was_looked_at():

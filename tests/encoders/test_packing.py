@@ -7,6 +7,7 @@ from accel_kernels import packed_attention
 
 from accel.cuda_graphs.small_calls import MOST_TOKENS, SmallCalls
 from accel.encoders.packing import Sight, bucket, padded, unpadded
+from accel.errors import Unfit
 
 X = torch.randn(3, 37, 16, generator=torch.Generator().manual_seed(0))
 LENGTHS = torch.tensor([37, 1, 20])
@@ -34,6 +35,20 @@ def test_padded_texts_in_the_size_of_a_graph(hidden):
         assert not got[~MASK].any()
     else:
         torch.testing.assert_close(got, wanted)
+
+
+def test_rows_of_padding_from_which_a_mask_hides_all():
+    x, shown = X * MASK[..., None], MASK[:, None] & MASK[..., None]
+    packing = padded(x, MASK, False, Sight(True, False, False, True, alike=True), graph=True)
+    assert packing.padding.tolist() == [0, 36, 17, 0] and int(packing.starts[-1]) == int(LENGTHS.sum()) + 2
+    p = packing.pack(x)[:, None]
+    y = packed_attention.reference(
+        p, p, p + 1, packing.starts, 0.25, longest=37, keys=packing.keys, padding=packing.padding
+    )
+    wanted = (0.25 * x @ x.mT).masked_fill(~shown, torch.finfo().min).softmax(-1) @ (x + 1)
+    torch.testing.assert_close(packing.unpack(y, 3, 37), wanted)
+    with pytest.raises(Unfit, match="rows of padding that differ"):
+        padded(X, MASK, False, Sight(True, False, False, True, alike=True))
 
 
 def test_texts_without_padding_in_the_size_of_a_graph():

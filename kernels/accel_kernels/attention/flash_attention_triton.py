@@ -55,13 +55,14 @@ def _read(place, n_mask, d_mask, TAIL: tl.constexpr, EVEN: tl.constexpr, UPCAST:
 def attend(
     q, q_rest, k_ptr, v_ptr, stride_ks, stride_vs, n, k_length, at, row_max, row_sum, acc, rest, scale,
     left, right, bias_ptr, reach, slope, places_ptr, query_rows, by_key_ptr, key_step,
-    DIM: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr, UPCAST: tl.constexpr,
+    DIM: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr, UPCAST: tl.constexpr, ALIKE: tl.constexpr = False,
 ):  # fmt: skip
     """One block of keys: scores, running maximum and sum, accumulated values. scale: positive, of scores in base 2.
 
     q_rest, rest: of the channels behind those of q and acc, or q_rest is None. left, right, bias_ptr, slope,
     places_ptr: None where there is no such thing, see `packed_attention`; slope in base 2. query_rows: (BLOCK_M,),
-    where rows of its `by_query` begin. TAIL: some keys are not there or not seen.
+    where rows of its `by_query` begin. TAIL: some keys are not there or not seen. ALIKE: to queries behind the keys all
+    are alike.
     """
     n_idx = n + tl.arange(0, BLOCK_N)
     n_mask = n_idx < k_length
@@ -93,6 +94,8 @@ def attend(
             scores += tl.load(bias_ptr + place).to(tl.float32) * IN_BASE_2
         if slope is not None:
             scores -= tl.abs(distance) * slope
+    if ALIKE:
+        scores = tl.where((at < k_length)[:, None], scores, 0.0)
     if TAIL:
         seen = n_mask[None, :]
         if left is not None:

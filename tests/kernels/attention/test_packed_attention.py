@@ -14,7 +14,10 @@ from support.kernels.cards import made_up
 SMALL = [case for case in packed_attention.cases if case.small]
 
 
-def dense(q, k, v, starts, scale, *, longest, window=None, bias=None, causal=False, slopes=None, keys=None):
+def dense(
+    q, k, v, starts, scale, *, longest, window=None, bias=None, causal=False, slopes=None, keys=None, padding=None,
+    by_query=None, by_key=None, places=None,
+):  # fmt: skip
     """Of all pairs at once, those of two sequences hidden."""
     at = torch.arange(len(q))
     sequence = torch.searchsorted(starts[1:].long(), at, right=True)
@@ -25,6 +28,13 @@ def dense(q, k, v, starts, scale, *, longest, window=None, bias=None, causal=Fal
     if bias is not None:
         reach = bias.shape[1] // 2
         scores = scores + bias[:, behind.clamp(-reach, reach) + reach]
+    if places is not None:
+        column = places[behind.clamp(-(len(places) // 2), len(places) // 2) + len(places) // 2].long()
+        mine, theirs = (
+            t.transpose(0, 1).gather(2, place.expand(q.shape[1], -1, -1))
+            for t, place in ((by_query, column), (by_key, column.t()))
+        )
+        scores = scores + scale * (mine + theirs.transpose(1, 2))
     if slopes is not None:
         scores = scores - slopes.view(-1, 1, 1) * behind.abs()
     seen = sequence == sequence[:, None]
@@ -34,7 +44,11 @@ def dense(q, k, v, starts, scale, *, longest, window=None, bias=None, causal=Fal
         seen &= behind <= 0
     if keys is not None:
         ends = (starts[:-1] + keys)[sequence.clamp_max(len(keys) - 1)]
-        seen &= at < ends
+        if padding is not None:  # a row behind them stands for as many
+            behind = (at >= ends)[:, None]
+            alone = behind & (at[:, None] == at) & (padding[sequence.clamp_max(len(keys) - 1)] > 0)
+            scores = torch.where(alone, padding[sequence.clamp_max(len(keys) - 1)].log(), scores.where(~behind, 0.0))
+        seen &= (at < ends) | (False if padding is None else alone)
     weights = scores.masked_fill(~seen, -torch.inf).softmax(-1).nan_to_num(0.0)  # of who sees none
     out = torch.einsum("hij,jhd->ihd", weights, v)
     return out.flatten(1).masked_fill((at >= starts[-1])[:, None], 0.0)

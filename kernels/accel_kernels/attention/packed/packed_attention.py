@@ -11,7 +11,7 @@ from accel_kernels.op import dtype_reason, make_op, random_cases
 
 
 def reference(
-    q, k, v, starts, scale, *, longest, window=None, bias=None, causal=False, slopes=None, keys=None,
+    q, k, v, starts, scale, *, longest, window=None, bias=None, causal=False, slopes=None, keys=None, padding=None,
     by_query=None, by_key=None, places=None,
 ):  # fmt: skip
     """q: (T, heads, D); k, v: (T, kv heads, D); any strides, the last 1. Gives (T, heads * D).
@@ -24,20 +24,24 @@ def reference(
     causal: it sees none behind itself. bias: (heads, 2 R + 1) contiguous, bias[h, clamp(j - i, -R, R) + R] is added to
     the score of query i and key j. slopes: (heads,), slope * |i - j| is taken from it (ALiBi, both ways). keys:
     (sequences,) int32 contiguous, how many tokens at the beginning of each sequence are seen, or None for all; a query
-    that sees none gives zeros. places: (2 R + 1,) int32 contiguous; with c = places[clamp(j - i, -R, R) + R], scale *
-    (by_query[i, h, c] + by_key[j, h, c]) is added to the score; both (T, heads, columns), the last next to each other.
+    that sees none gives zeros. padding: (sequences,) int32 contiguous, with keys: to the query behind these all are
+    alike, and it sees itself so many times: it stands for so many rows that a mask hides all from. places: (2 R + 1,)
+    int32 contiguous; with c = places[clamp(j - i, -R, R) + R], scale * (by_query[i, h, c] + by_key[j, h, c]) is added
+    to the score; both (T, heads, columns), the last next to each other.
     The reference waits for the GPU to learn the lengths.
     """
     out = q.new_zeros(q.shape[0], q.shape[1] * q.shape[2])
     begins = starts.tolist()
     lengths = [end - first for first, end in pairwise(begins)]
-    firsts: dict[tuple[int, int], list[int]] = {}
-    for first, *sizes in zip(begins, lengths, lengths if keys is None else keys.tolist(), strict=False):
-        firsts.setdefault((sizes[0], sizes[1]), []).append(first)
-    for length, seen in firsts:
+    firsts: dict[tuple[int, ...], list[int]] = {}
+    told = (lengths if one is None else one.tolist() for one in (keys, padding))
+    for first, *sizes in zip(begins, lengths, *told, strict=False):
+        firsts.setdefault(tuple(sizes), []).append(first)
+    for length, seen, times in firsts:
         if not seen:
             continue
-        tokens = torch.tensor(firsts[length, seen], device=q.device)[:, None] + torch.arange(length, device=q.device)
+        at = torch.tensor(firsts[length, seen, times], device=q.device)
+        tokens = at[:, None] + torch.arange(length, device=q.device)
         queries = q[tokens].transpose(1, 2)
         theirs, values = (t[tokens[:, :seen]].transpose(1, 2) for t in (k, v))
         mask = None
@@ -60,6 +64,9 @@ def reference(
         )
         if mask is not None:
             found = found.masked_fill((mask == -math.inf).all(-1)[..., None], 0.0)
+        if padding is not None:
+            alike = (values.sum(2, keepdim=True) + times * v[tokens[:, seen:]].transpose(1, 2)) / (seen + times)
+            found[:, :, seen:] = alike.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
         out[tokens] = found.transpose(1, 2).flatten(2)
     return out
 
@@ -88,7 +95,7 @@ def _relative(by_query, by_key, places, scale):
 
 
 def supports(
-    q, k, v, starts, scale, *, longest, window=None, bias=None, causal=False, slopes=None, keys=None,
+    q, k, v, starts, scale, *, longest, window=None, bias=None, causal=False, slopes=None, keys=None, padding=None,
     by_query=None, by_key=None, places=None,
 ) -> str | None:  # fmt: skip
     if q.dim() != 3 or k.dim() != 3 or k.shape != v.shape or (q.shape[0], q.shape[2]) != (k.shape[0], k.shape[2]):
@@ -109,6 +116,10 @@ def supports(
         return "starts that are not contiguous int32 on the device of the queries"
     if keys is not None and (keys.dtype != torch.int32 or keys.shape != (starts.numel() - 1,)):
         return "keys that are not one int32 for each sequence"
+    if padding is not None and (keys is None or causal or window is not None):
+        return "rows of padding without keys, or that do not see all"
+    if padding is not None and (padding.dtype != torch.int32 or padding.shape != keys.shape):
+        return "padding that is not one int32 for each sequence"
     if scale <= 0 or (window is not None and min(window) < 0):
         return "a scale that is not positive, or a window that hides a token from itself"
     if bias is not None and (bias.shape[0] != q.shape[1] or bias.shape[1] % 2 == 0 or not bias.is_contiguous()):
@@ -127,10 +138,10 @@ def supports(
 @random_cases
 def _case(
     rand, lengths, heads, kv_heads, dim, *, fill=0, idle=0, longest=None, reach=None, slopes=False, seen=None,
-    columns=None, **more
+    padding=None, columns=None, **more
 ):  # fmt: skip
     """fill: tokens of infinities behind the sequences. idle: sequences of no tokens at the end. reach: R of a bias.
-    seen: keys of each sequence. columns: of tables of distances.
+    seen: keys of each sequence. padding: what the query behind them stands for. columns: of tables of distances.
     """
     starts = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
     starts += starts[-1:] * idle
@@ -143,6 +154,8 @@ def _case(
         more["slopes"] = rand.uniform(heads)
     if seen is not None:
         more["keys"] = torch.tensor(seen + [0] * idle, device=rand.device, dtype=torch.int32)
+    if padding is not None:
+        more["padding"] = torch.tensor(padding + [0] * idle, device=rand.device, dtype=torch.int32)
     if columns is not None:
         more |= {name: rand(heads, starts[-1] + fill, columns).transpose(0, 1) for name in ("by_query", "by_key")}
         more["places"] = torch.arange(columns - 1, device=rand.device, dtype=torch.int32)
@@ -166,6 +179,7 @@ CASES = (
     _small("slopes", [20, 45, 8], 3, 1, 72, slopes=True),
     _small("causal-window", [180], 1, 1, 16, causal=True, window=(30, 9)),
     _small("relative", [70, 3, 21], 2, 2, 16, columns=40, seen=[60, 3, 21], fill=5, idle=1),
+    _small("alike", [71, 3, 20], 2, 1, 20, seen=[70, 3, 19], padding=[9, 0, 60], columns=40, reach=19, fill=5, idle=1),
     _small("none", [0, 0], 2, 2, 16, longest=32, fill=5),
     _small("many", [2, 0, 1] * 86, 1, 1, 16, fill=1),
     _case("bge-base", MIXED, 12, 12, 64, fill=64),
@@ -181,6 +195,7 @@ CASES = (
     _case("gemma", MIXED, 3, 1, 256, window=(256, 256), longest=512),
     _case("qwen-embedding", [1000, 7, 300], 16, 8, 128, causal=True, fill=30),
     _case("deberta", MIXED, 12, 12, 64, columns=512),
+    _case("deberta-padded", MIXED, 12, 12, 64, columns=512, seen=[one - 1 for one in MIXED], padding=[7] * 64),
     _case("wide", [500, 77], 4, 2, 96),
 )
 

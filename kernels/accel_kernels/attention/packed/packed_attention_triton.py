@@ -17,8 +17,9 @@ SEARCHED = tl.constexpr(256)  # starts that a program reads at once
 
 
 @triton.jit
-def _tile_of_sequence(tile, starts_ptr, keys_ptr, sequences, tokens, BLOCK_M: tl.constexpr):
-    """A tile's first token of the sequence, its first query, the sequence's length, and how many keys there are.
+def _tile_of_sequence(tile, starts_ptr, keys_ptr, padding_ptr, sequences, tokens, BLOCK_M: tl.constexpr):
+    """A tile's first token of the sequence, its first query, the sequence's length, how many keys there are, and how
+    many rows of padding its query behind them stands for.
 
     The tiles of sequence i begin at i + starts[i] // BLOCK_M: that is room for all, and some stay empty. The tokens
     that fill the call up are one more sequence, without keys.
@@ -37,13 +38,17 @@ def _tile_of_sequence(tile, starts_ptr, keys_ptr, sequences, tokens, BLOCK_M: tl
     keys = length
     if keys_ptr is not None:
         keys = tl.load(keys_ptr + tl.minimum(sequence, sequences - 1))
-    return start.to(tl.int64), m, length, tl.where(sequence < sequences, keys, 0)
+    padding = 0
+    if padding_ptr is not None:
+        padding = tl.load(padding_ptr + tl.minimum(sequence, sequences - 1))
+    return start.to(tl.int64), m, length, tl.where(sequence < sequences, keys, 0), padding
 
 
 @triton.jit(do_not_specialize=("tokens", "sequences", "left", "right", "reach", "query_head", "key_head"))
 def packed_attention_kernel(
-    q_ptr, k_ptr, v_ptr, o_ptr, starts_ptr, keys_ptr, bias_ptr, slopes_ptr, places_ptr, by_query_ptr, by_key_ptr,
-    q_step, k_step, v_step, query_step, key_step, query_head, key_head, tokens, sequences, scale, left, right, reach,
+    q_ptr, k_ptr, v_ptr, o_ptr, starts_ptr, keys_ptr, padding_ptr, bias_ptr, slopes_ptr, places_ptr, by_query_ptr,
+    by_key_ptr, q_step, k_step, v_step, query_step, key_step, query_head, key_head, tokens, sequences, scale, left,
+    right, reach,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, Q_HEAD: tl.constexpr, K_HEAD: tl.constexpr,
     V_HEAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, REST: tl.constexpr,
     UPCAST: tl.constexpr, PDL: tl.constexpr,
@@ -54,8 +59,8 @@ def packed_attention_kernel(
     h = tl.program_id(1)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    start, m, length, keys = _tile_of_sequence(
-        tl.program_id(0), starts_ptr, keys_ptr, sequences, tokens, BLOCK_M
+    start, m, length, keys, padding = _tile_of_sequence(
+        tl.program_id(0), starts_ptr, keys_ptr, padding_ptr, sequences, tokens, BLOCK_M
     )  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -110,7 +115,7 @@ def packed_attention_kernel(
         row_max, row_sum, acc, rest = attend(
             q, q_rest, k_ptr, v_ptr, k_step, v_step, (clear + i) * BLOCK_N, keys, m_idx, row_max, row_sum, acc, rest,
             scale, left, right, bias_ptr, reach, slope, places_ptr, query_rows, by_key_ptr, key_step,
-            DIM, BLOCK_N, False, UPCAST,
+            DIM, BLOCK_N, False, UPCAST, padding_ptr is not None,
         )  # fmt: skip
     for i in range(stop - first - (edge - clear)):
         block = first + i
@@ -121,8 +126,16 @@ def packed_attention_kernel(
         row_max, row_sum, acc, rest = attend(
             q, q_rest, k_ptr, v_ptr, k_step, v_step, block * BLOCK_N, keys, m_idx, row_max, row_sum, acc, rest,
             scale, left, right, bias_ptr, reach, slope, places_ptr, query_rows, by_key_ptr, key_step,
-            DIM, BLOCK_N, True, UPCAST,
+            DIM, BLOCK_N, True, UPCAST, padding_ptr is not None,
         )  # fmt: skip
+    if padding_ptr is not None:  # its scores are 0, as are those of keys
+        behind = m_mask & (m_idx >= tl.where(keys > 0, keys, length))
+        times = tl.where(behind, padding.to(tl.float32), 0.0)
+        row_sum += times
+        own = v_ptr + m_idx[:, None] * v_step
+        acc += times[:, None] * tl.load(own + d_idx[None, :], mask=mask & behind[:, None], other=0.0)
+        if REST:
+            rest += times[:, None] * tl.load(own + r_idx[None, :], mask=rest_mask & behind[:, None], other=0.0)
     share = 1.0 / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
     o_rows = o_ptr + ((start + m_idx) * HEADS + h)[:, None] * DIM
     tl.store(o_rows + d_idx[None, :], (acc * share).to(o_ptr.dtype.element_ty), mask=mask)
@@ -159,7 +172,7 @@ def packed_tile(q: torch.Tensor, channels: int, biased: bool, tokens: int, seque
 
 
 def packed_attention(
-    q, k, v, starts, scale, *, longest, window=None, bias=None, causal=False, slopes=None, keys=None,
+    q, k, v, starts, scale, *, longest, window=None, bias=None, causal=False, slopes=None, keys=None, padding=None,
     by_query=None, by_key=None, places=None,
 ):  # fmt: skip
     """Same arguments and result as the reference; see `supports`."""
@@ -176,8 +189,8 @@ def packed_attention(
     for tile in dict.fromkeys(packed_tile(q, block_d + rest, reach > 0, *size) for size in sizes):
         launch(
             packed_attention_kernel, (tokens // tile.queries + sequences + 1, heads),
-            q, k, v, out, starts, keys, bias, slopes, places, by_query, by_key, q.stride(0), k.stride(0), v.stride(0),
-            *steps, tokens, sequences, float(scale) * LOG2E, left, right, reach,
+            q, k, v, out, starts, keys, padding, bias, slopes, places, by_query, by_key, q.stride(0), k.stride(0),
+            v.stride(0), *steps, tokens, sequences, float(scale) * LOG2E, left, right, reach,
             HEADS=heads, GROUP=heads // k.shape[1], DIM=dim, Q_HEAD=q.stride(1), K_HEAD=k.stride(1),
             V_HEAD=v.stride(1), BLOCK_M=tile.queries, BLOCK_N=tile.keys, BLOCK_D=block_d, REST=rest,
             UPCAST=upcast(q.dtype), num_warps=tile.warps, num_stages=tile.stages, **programmatic(q.device),
