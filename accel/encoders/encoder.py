@@ -42,11 +42,11 @@ class EncoderForward(FastForward):
     """An encoder and its layers. root: the model that it is part of, or itself; blind: whether what that gives does not
     depend on rows of padding behind a text, so that none are computed in its calls. unseen: nor in others, as the
     user says. pad: where it is blind only to padding that is this token. caches: it makes a cache where a call does not
-    say otherwise; watches: somebody has looked into one. strange: rows of padding attend in a way of their own. shows:
-    the code around the layers is given the mask, and what each layer gives where there is none. inputs: what it is
-    given; unread: names of what it is given beside, which changes nothing. order: of the layers that it calls, some of
-    them several times. stops: see `EncoderStep`. mirrors, alike: see `Sight`. settings: what `told` gave when it was
-    understood. sizes: what its code makes of these alone, as keywords; None for nothing that is known.
+    say otherwise; watches: somebody has looked into one. shows: the code around the layers is given the mask, and what
+    each layer gives where there is none. inputs: what it is given; unread: names of what it is given beside, which
+    changes nothing. order: of the layers that it calls, some of them several times. stops: see `EncoderStep`. mirrors,
+    alike: see `Sight`. settings: what `told` gave when it was understood. sizes: what its code makes of these alone, as
+    keywords; None for nothing that is known.
     """
 
     renewed = ("seen", "reason", "lock", "sees", "biases")
@@ -62,7 +62,7 @@ class EncoderForward(FastForward):
     steps: ForwardContext
     runner: GraphRunner | None  # of the layers
     calls: SmallCalls
-    blind = unseen = caches = watches = strange = alike = False
+    blind = unseen = caches = watches = alike = False
     pad: int | None = None
     mirrors = True
     shows = False
@@ -227,10 +227,7 @@ class EncoderForward(FastForward):
             hidden = ids is not None and ids.shape == mask.shape and pad_token(self.root) == self.pad
             words = ids != self.pad
             plain = (mask | ~words).all() & (mask & words).any(1).all() if hidden else None
-        found = padded(x, mask, hidden, self.sight, graph, plain)
-        if self.strange and not self.unseen and found.places is not None and found.unseen is None:
-            raise Unfit("rows of padding are seen, and attend in a way of their own")
-        return found
+        return padded(x, mask, hidden, self.sight, graph, plain)
 
     def ready(self) -> str | None:
         """Binds the layers to the weights where the model has changed. Returns why they no longer fit it."""

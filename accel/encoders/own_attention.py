@@ -39,7 +39,7 @@ class OwnCodeForward(FastForward):
     renewed = ("seen", "reason")
     forgotten = ("seen",)
     inputs: Inputs
-    strange = apart = False  # as of `EncoderForward`
+    apart = False  # as of `EncoderForward`
     seen: Fingerprint | None
     reason: str | None  # why it runs stock, as it is now
 

@@ -4,7 +4,6 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from itertools import product
 from typing import Any, cast
 
 import torch
@@ -112,8 +111,6 @@ def match_encoder(site: Site, context: Context, root: nn.Module) -> Match | Skip
     patches: list[Change] = [*_patches(forward)]
     patches += [Stacked(linears) for layer in fused if (linears := layer.stacks())]
     note = "packed: padding is left out" if forward.blind else "packed: rows of padding are seen, and computed"
-    if forward.strange and not forward.blind:
-        note = "packed where nothing is padding, or nobody sees it: it attends in a way of its own"
     note = note if masked else "images of any sizes in one row" if inputs.in_one_row else "without padding"
     note += "; own code of layers runs around their attention" if any(layer.inner for layer in fused) else ""
     match = Match(forward, tuple(patches), covers=(stack,), note=note)
@@ -190,19 +187,16 @@ def _try(forward: EncoderForward, example: dict[str, Any]) -> None:
         # There rows of padding hang on the attention that the model was made with.
         turned = [pairs.pop(2)] if mask in forward.names and forward.sight.distances else []
         with _applied(forward, _patches(forward)):
-            fitting: list[tuple[bool, bool]] = []
-            for forward.strange, forward.shows in product((False, True), (False, True)):
-                if forward.strange and fitting:
-                    break
-                forward.unseen = forward.strange
+            fitting: list[bool] = []
+            for forward.shows in (False, True):
                 tried = (_differs(forward, *pair) for pair in pairs)
                 if (reason := next(filter(None, tried), None)) is None:
-                    fitting.append((forward.strange, forward.shows))
+                    fitting.append(forward.shows)
                     if not any(_differs(forward, *pair) for pair in turned):
                         return
     if not fitting:
         raise NotUnderstood(reason)
-    (forward.strange, forward.shows), forward.mirrors = fitting[0], False
+    forward.shows, forward.mirrors = fitting[0], False
 
 
 def _seeded(forward: Callable, call: dict) -> Any:
@@ -223,11 +217,7 @@ def _differs(forward: EncoderForward | OwnCodeForward, call: dict, wanted: Any) 
     found = tensors_of(got)
     for name, one in tensors_of(wanted).items():
         if one.is_floating_point():
-            got = found.get(name, one.new_empty(0))
-            shown = call.get(forward.inputs.mask)
-            if forward.strange and shown is not None and one.shape[:2] == shown.shape == got.shape[:2]:
-                one, got = (t[shown.bool()] for t in (one, got))
-            off = relative_rms(got, one)
+            off = relative_rms(found.get(name, one.new_empty(0)), one)
             if not off <= bound(LOGITS, one.dtype):
                 return f"it computes something else{told}: {name} is off by {off:.1e}"
     return None
