@@ -141,7 +141,11 @@ def _own_code(site: Site, context: Context, inputs: Inputs, reason: str) -> Matc
         told = str(other)
     if told or not found or inputs.in_one_row:
         # With strict=True a graph of the whole model, and its norms, count as nothing left out.
-        return None if context.options.strict else Skip(reason)
+        return (
+            None
+            if context.options.strict
+            else Skip(f"{reason}; nor are its attentions alone: {told}" if told else reason)
+        )
     note = f"{len(found)} {ALONE}, as {reason}"
     return _in_graph(Match(forward, patches, covers=(), note=note), site, context, False)
 

@@ -151,7 +151,9 @@ class WaitingScores(torch.Tensor):
         low = isinstance(value, float) and value < torch.finfo(self.kind).min / 2
         if not low or self.shares or not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool:
             return None
-        return self.plus(torch.zeros_like(mask, dtype=self.kind).masked_fill(mask, value))
+        # Kernels multiply by log2(e), and give no numbers for queries that see nothing but what then is infinite.
+        least = value if self.source.patient else max(value, torch.finfo(torch.float32).min / 4)
+        return self.plus(torch.zeros_like(mask, dtype=self.kind).masked_fill(mask, least))
 
     def times(self, factor: Any) -> "WaitingScores | None":
         """Times a number, or a tensor that is one for each query."""
