@@ -1,7 +1,7 @@
 """Attention among the tokens of a call, found by comparing with a record: both ways, in a window, or causal."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from accel.llm.attention.attention import UnderstoodAttention
 from accel.llm.attention.projections import projections_of, split
 from accel.llm.attention.rotary import turnings
 from accel.llm.attention.softmax_attention import BoundSoftmaxAttention, Formula, Parts, SoftmaxSpec, normed
-from accel.llm.recording.record import Call, LayerRecord, NotUnderstood, Record
+from accel.llm.recording.record import Call, LayerRecord, NotUnderstood, Record, Value
 from accel.patching.fast_forward import Kernels
 
 QUERIES = (3, 77, 5003, 200_003)  # positions of queries whose view is looked at
@@ -50,13 +50,15 @@ class EncoderRecord(Record):
 class BidirectionalSpec(SoftmaxSpec):
     """reach: how far a token sees to the left and to the right, each None for all; None where both are.
     position_bias, relative: of scores. own_code: it is not known by transformers' interface, but by what it gives
-    alone. starts: the keyword of its layer that tells where sequences begin which lie in one row, see `packed`.
+    alone. added: names of parameters that are added to queries and values, from the attention. starts: the keyword of
+    its layer that tells where sequences begin which lie in one row, see `packed`.
     """
 
     reach: Reach | None = None
     position_bias: PositionBias | None = None
     relative: Relative | None = None
     own_code: bool = False
+    added: tuple[str, ...] = ()
     starts: str | None = None
 
     @property
@@ -123,7 +125,8 @@ class BidirectionalSpec(SoftmaxSpec):
             reaches = {(None, 0)}
         if len(reaches) == 1:
             bias = PositionBias(attended.bias) if attended.bias else None
-            fields = {"reach": reaches.pop(), "own_code": True, "position_bias": bias, "relative": attended.relative}
+            fields: dict[str, Any] = {"reach": reaches.pop(), "own_code": True, "position_bias": bias}
+            fields |= {"relative": attended.relative, "added": attended.added}
             calls = layer.inside(layer.attention)
             if (fit := cls.first_fit(layer, calls, cls.formulas(layer, calls, fields), None)) is not None:
                 return fit
@@ -166,7 +169,8 @@ def _starts(layer: LayerRecord, mask: torch.Tensor | None, ends: list[int]) -> s
 def _formulas(layer: LayerRecord, calls: list[Call], fields: dict) -> Iterator[Formula]:
     attended = layer.attended
     assert attended is not None
-    for projections, layout in projections_of(calls, layer):
+    added = attended.added if isinstance(attended, OwnAttended) else ()
+    for projections, layout in projections_of(_with_parameters(layer, calls, added), layer):
         q, k, _ = split([call.output.held for call in projections], **layout)
         if isinstance(attended, OwnAttended) and (scale := _scaled_by(layer, attended, q, k)) is not None:
             scores = UNTURNED | PLAIN | fields | {"scale": scale}
@@ -178,6 +182,18 @@ def _formulas(layer: LayerRecord, calls: list[Call], fields: dict) -> Iterator[F
                 yield Formula(projections, layout | turned.fields | scores, attended.output.flatten(2), None)
 
 
+def _with_parameters(layer: LayerRecord, calls: list[Call], added: tuple[str, ...]) -> list[Call]:
+    """Calls of projections of groups of a query, its key and its value, with these parameters in what they gave."""
+    if not added:
+        return calls
+    query, value = (layer.attention.get_parameter(name).detach() for name in added)
+    found, heads = [], layer.cached.keys.shape[1]
+    for call in (one for one in calls if one.made is not None and one.output.held.shape[-1] == 3 * value.numel()):
+        parts = (t.view(heads, -1) for t in (query, torch.zeros_like(value), value))
+        found.append(replace(call, made=Value(call.output.held + torch.stack([*parts], 1).flatten())))
+    return found
+
+
 def _scaled_by(layer: LayerRecord, attended: OwnAttended, q: torch.Tensor, k: torch.Tensor) -> float | None:
     """By what projections are multiplied in scores; None where they are not what these are made of."""
     pairs = [(q, attended.query.transpose(1, 2)), (k, layer.cached.keys.transpose(1, 2))]
@@ -185,6 +201,10 @@ def _scaled_by(layer: LayerRecord, attended: OwnAttended, q: torch.Tensor, k: to
         return None
     factors = [factor(*pair) for pair in pairs]
     fits = all(agree(one * by, wanted) for by, (one, wanted) in zip(factors, pairs, strict=True))
+    if attended.factors is not None:
+        # by_query meets queries as keys do, and by_key keys as queries do.
+        mine, theirs = (torch.tensor(one, dtype=q.dtype) for one in (factors[::-1], attended.factors))
+        fits = fits and agree(theirs, mine)
     return factors[0] * factors[1] * attended.options["scaling"] if fits else None
 
 
@@ -235,13 +255,21 @@ class BoundBidirectionalAttention(BoundSoftmaxAttention):
     def __init__(self, kernels: Kernels, layer: nn.Module, spec: BidirectionalSpec, stack: bool):
         super().__init__(kernels, layer, spec, stack)
         self.relative = None if spec.relative is None else spec.relative.bind(layer, self.device)
+        self.added = [self.module.get_parameter(name) for name in spec.added]
+
+    def parts(self, outputs: Sequence[torch.Tensor]) -> Parts:
+        """See `BoundSoftmaxAttention`."""
+        q, k, v, gate = super().parts(outputs)
+        if self.added and v is not None:
+            q, v = (t + one.view(t.shape[-2:]).to(t.dtype) for t, one in zip((q, v), self.added, strict=True))
+        return q, k, v, gate
 
     def prepare(self, step: Any, kwargs: dict) -> None:
         """Has the step hold what is made of these keywords: a graph has its own."""
         if self.spec.rotary is not None:
             self.angles(step, kwargs)
         if self.relative is not None and self.relative.spec.keyword:
-            self.relative.embeddings(step, kwargs)
+            self.relative.tables(step, kwargs)
 
     def attended(self, kernels: Kernels, step: Any, parts: Parts, kwargs: dict) -> torch.Tensor:
         """See `BoundAttention`; one row with all tokens."""

@@ -14,7 +14,7 @@ from torch import nn
 
 from accel.encoders.bidirectional_attention import BidirectionalSpec, EncoderRecord
 from accel.encoders.own_code import OwnCode
-from accel.encoders.position_bias import SeenBias, learned, listening_to_biases, long_text
+from accel.encoders.position_bias import SPARE, SeenBias, learned, listening_to_biases, long_text
 from accel.errors import reason_of
 from accel.in_flight import listening
 from accel.llm.recording.implementation import foreign_attention
@@ -168,18 +168,16 @@ def understand_encoder(model: Any, call: dict[str, Any]) -> tuple[str, dict[str,
         first = next(one.relative for one in attentions if one.relative is not None)
         long: list[SeenBias] = []
         with resting(model), OwnCode(lambda: model) as watched, listening_to_biases(model, long):
-            _run_long(model, stack, call)
-        buckets, most = first.learned(watched.gathered, long)
-        attentions = [
-            replace(one, relative=one.relative and replace(one.relative, buckets=buckets, most=most))
-            for one in attentions
-        ]
+            _run_long(model, stack, call, long_text(model) + (SPARE if first.by_key else 0))
+        found = first.learned(watched.gathered, long)
+        known = {name: getattr(found, name) for name in ("buckets", "most", "columns")}
+        attentions = [replace(one, relative=one.relative and replace(one.relative, **known)) for one in attentions]
         specs = [replace(spec, attention=one) for spec, one in zip(specs, attentions, strict=True)]
     found_by_path = dict(zip((seen.layers[at].path for at in ran), specs, strict=True))
     return stack, found_by_path, [ran.index(at) for at in recorder.order], recorder.stops
 
 
-def _run_long(model: Any, stack: str, call: dict[str, Any]) -> None:
+def _run_long(model: Any, stack: str, call: dict[str, Any], length: int) -> None:
     """Runs the module that holds the stack on what the call gives it, over and over, as far as a long text goes."""
     around, given = model.get_submodule(stack.rpartition(".")[0]), []
     with listening([(around, lambda _, *now: given.append(now))], before=True):
@@ -190,7 +188,7 @@ def _run_long(model: Any, stack: str, call: dict[str, Any]) -> None:
     def long(value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or value.dim() < 2 or value.shape[1] != tokens:
             return value
-        return value[:1, torch.arange(long_text(model), device=value.device) % tokens]
+        return value[:1, torch.arange(length, device=value.device) % tokens]
 
     type(around).forward(around, *map(long, args), **{name: long(one) for name, one in kwargs.items()})
 

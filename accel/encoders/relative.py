@@ -3,7 +3,7 @@ Transformer-XL (Dai et al. 2019) in Conformers, and by content and distance, as 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import permutations
 from typing import Any
 
@@ -20,15 +20,16 @@ from accel.patching.fast_forward import Kernels
 class Relative:
     """by_query: the module that makes columns for products with queries: an embedding of whose rows there is one for
     each distance, or a projection of what the layer is given by `keyword`. by_key: of those with keys, which is given
-    that too; "" for none: then it is (1, 2 L - 1, C), from the first key seen from the last query on. columns: of it
-    that are read, else. content, position: parameters that are added to queries before they meet keys, and before they
-    meet distances; "" for none. Names are from the layer. buckets, most: see `PositionBias`.
+    that too; "" for none: then it is (1, 2 L - 1, C), from the first key seen from the last query on. columns: else the
+    first that was read in the record, and the one behind the last. content, position: parameters that are added to
+    queries before they meet keys, and before they meet distances; "" for none. Names are from the layer. buckets, most:
+    see `PositionBias`.
     """
 
     by_query: str
     by_key: str = ""
     keyword: str = ""
-    columns: int | None = None
+    columns: tuple[int, int] | None = None
     content: str = ""
     position: str = ""
     buckets: tuple[int, ...] = ()
@@ -39,13 +40,16 @@ class Relative:
         """Whether there is a column for each distance, made for the length of the text."""
         return bool(self.keyword) and not self.by_key
 
-    def learned(self, gathered: Sequence[tuple], biases: Sequence[SeenBias]) -> tuple[tuple[int, ...], int | None]:
-        """Which column there is for each distance, by what was seen in a long text: calls of torch.gather, as of
+    def learned(self, gathered: Sequence[tuple], biases: Sequence[SeenBias]) -> "Relative":
+        """With the column for each distance, by what was seen in a long text: calls of torch.gather, as of
         `seen_relative`, and of embeddings. Raises NotUnderstood.
+
+        Where the columns that are read hang on the length, they are as many before as behind the same middle.
         """
         if self.in_order:
-            return (), None
-        tables = [index[0] for _, index, _ in gathered]
+            return self
+        middle = sum(self.columns or ()) // 2
+        tables = [index[0] + (middle - product.form[-1] // 2) for _, index, product in gathered]
         if not self.by_key:
             tables = [one.ids for one in biases if one.path.endswith(self.by_query)]
         longest = max(map(len, tables), default=0)
@@ -54,7 +58,7 @@ class Relative:
         if not both or any(not torch.equal(one, both[at % 2]) for at, one in enumerate(tables)):
             raise NotUnderstood("its distances are of another kind in long texts")
         found = by_distance("", tables[0].cpu())
-        return found.buckets, found.most
+        return replace(self, buckets=found.buckets, most=found.most, columns=None)
 
     def bind(self, layer: nn.Module, device: torch.device) -> "BoundRelative":
         return BoundRelative(layer, self, device)
@@ -62,9 +66,11 @@ class Relative:
 
 def seen_relative(
     layer: LayerRecord, query: torch.Tensor, scores: torch.Tensor, seen: list[tuple[torch.Tensor, torch.Tensor, Any]]
-) -> tuple[Relative, torch.Tensor, float] | None:
-    """What is added to recorded scores, (rows, heads, L, L), keys, (rows, heads, L, D), and by what all is multiplied.
-    seen: calls of torch.gather, what each gave, its index, and the product that it was of. None for another formula.
+) -> tuple[Relative, torch.Tensor, float, tuple[float, float]] | None:
+    """What is added to recorded scores, (rows, heads, L, L), and keys, (rows, heads, L, D). Then by what all is
+    multiplied, and by what the products of `Relative` with queries and keys are. None for another formula.
+
+    seen: calls of torch.gather, what each gave, its index, and the product that it was of.
     """
     if len(seen) != 2:
         return None
@@ -79,21 +85,28 @@ def seen_relative(
     whole = query @ key.transpose(-1, -2) + (first + second.transpose(1, 2)).view(scores.shape)
     scale = factor(whole, scores)
     sources = [_source(layer, one.right, heads) for one in (c2p, p2c)]
-    if not agree(scale * whole, scores) or None in sources or sources[0][0] != sources[1][0]:
+    if not agree(scale * whole, scores) or None in sources or sources[0][:2] != sources[1][:2]:
         return None
-    (keyword, by_query), (_, by_key) = sources
-    return Relative(by_query, by_key, keyword, c2p.right.shape[-1]), key, scale
+    (*read, by_query, times), (*_, by_key, others) = sources
+    columns = read[1], read[1] + c2p.right.shape[-1]
+    return Relative(by_query, by_key, read[0], columns), key, scale, (times, others)
 
 
 def _source(layer: LayerRecord, right: torch.Tensor, heads: int) -> Any:
-    """By which keyword the layer is given what is projected, and the name of the module that projects it."""
-    wanted = right[:heads].permute(2, 0, 1).flatten(1)  # (columns, heads * D)
+    """By which keyword the layer is given what is projected, from which row on, the name of the module that projects
+    it, and by what that is multiplied.
+    """
+    wanted = right.flatten(0, -3)[:heads].permute(2, 0, 1).flatten(1)  # (columns, heads * D)
     for call in (one for one in layer.calls if one.alone and one.made is not None):
-        if call.output.held.shape[1:] == wanted.shape and torch.equal(call.output.held[0], wanted):
-            given = call.input.held[0]
-            for name, value in layer.call.named.items():
-                if isinstance(value, torch.Tensor) and value.dim() == 2 and torch.equal(value[: len(given)], given):
-                    return name, layer.name(call.module)
+        made, given = call.output.held[0], call.input.held[0]
+        times = factor(made, wanted) if made.shape == wanted.shape else 0.0
+        if not times or not agree(made * times, wanted):
+            continue
+        for name, value in layer.call.named.items():
+            if isinstance(value, torch.Tensor) and value.dim() == 2 and value.shape[1:] == given.shape[1:]:
+                for first in (value == given[0]).all(-1).nonzero().flatten().tolist():
+                    if torch.equal(value[first : first + len(given)], given):
+                        return name, first, layer.name(call.module), times
     return None
 
 
@@ -138,27 +151,37 @@ class BoundRelative:
         self.content, self.position = added
         self.places = torch.tensor(spec.buckets, dtype=torch.int32, device=device)
 
-    def embeddings(self, step: Any, kwargs: dict) -> torch.Tensor:
-        """Made outside of the layers in each call."""
-        given, spec = kwargs[self.spec.keyword], self.spec
-        key = spec.keyword, spec.columns
-        return step.angles(given, key, lambda: (given[0] if spec.in_order else given[: spec.columns],))[0]
+    def tables(self, step: Any, kwargs: dict) -> tuple[torch.Tensor, ...]:
+        """What is projected, and which column of that there is for each distance; made once in each call."""
+        given, buckets, middle = kwargs[self.spec.keyword], self.spec.buckets, len(self.spec.buckets) // 2
+
+        def make() -> tuple[torch.Tensor, ...]:
+            if self.spec.in_order:
+                return (given[0],)
+            far = min(middle, step.packing.longest)
+            near = slice(middle - far, middle + far + 1)
+            first, last = min(buckets[near]), max(buckets[near])
+            return given[first : last + 1], self.places[near] - first
+
+        return step.angles(given, (self.spec.keyword, buckets), make)
 
     def __call__(self, kernels: Kernels, step: Any, q: torch.Tensor, k: torch.Tensor, kwargs: dict) -> dict[str, Any]:
         """The keywords of `accel_kernels.packed_attention`. q, k: (T, heads, D)."""
 
+        tables = self.tables(step, kwargs) if self.spec.keyword else ()
+
         def products(t: torch.Tensor, module: Any) -> torch.Tensor:
-            if not self.spec.keyword:
+            if not tables:
                 columns = module.weight.to(q.dtype).t()
             else:
-                columns = module(self.embeddings(step, kwargs)).unflatten(-1, (q.shape[1], -1)).permute(1, 2, 0)
+                columns = module(tables[0]).unflatten(-1, (q.shape[1], -1)).permute(1, 2, 0)
             return (t.transpose(0, 1) @ columns).transpose(0, 1)
 
         by_query = products(q if self.position is None else q + self.position, self.by_query)
         none = by_query.new_zeros(by_query.shape[-1]).expand_as(by_query)
         by_key = none if self.by_key is None else products(k, self.by_key)
         every = torch.arange(by_query.shape[-1], dtype=torch.int32, device=q.device)
-        places = every if self.spec.in_order else self.places
+        places = every if self.spec.in_order else tables[1] if tables else self.places
         places = places.flip(0) if step.packing.mirrored else places
         q = q if self.content is None else q + self.content
         return {"q": q, "by_query": by_query, "by_key": by_key, "places": places}

@@ -164,23 +164,46 @@ def test_what_is_no_such_encoder_says_why():
     assert told.startswith("2 attentions are fused inside of its own code, as its own code attends, by a formula that")
 
 
-@pytest.mark.parametrize(
-    ("shared", "head"), [(False, "ForSequenceClassification"), (True, "ForSequenceClassification"), (True, "Model")]
-)
-def test_scores_by_content_and_distance(monkeypatch, shared, head):
-    config = t.DebertaV2Config(**SIZES, **DEBERTA, share_att_key=shared, pos_att_type=["p2c", "c2p"])
-    monkeypatch.setitem(CONFIGS, "DebertaV2", config)
-    model, stock = optimized("DebertaV2", head)
-    for side in (None, "full", "right", "left"):
-        assert_same(model, stock, **ids_and_mask(side))
-    assert_same(model, stock, input_ids=torch.arange(90)[None] % 64)
-    assert not fallbacks(model)
+CONTENT = {
+    "DebertaV2": t.DebertaV2Config(**SIZES, **DEBERTA, share_att_key=False, pos_att_type=["p2c", "c2p"]),
+    "DebertaV2 shared": t.DebertaV2Config(**SIZES, **DEBERTA, share_att_key=True, pos_att_type=["p2c", "c2p"]),
+    "Deberta": t.DebertaConfig(**SIZES, **DEBERTA | {"max_relative_positions": 9}, pos_att_type=["c2p", "p2c"]),
+    "Deberta far": t.DebertaConfig(**SIZES, **DEBERTA | {"max_relative_positions": -1}, pos_att_type=["p2c", "c2p"]),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", CONTENT)
+@pytest.mark.parametrize("head", ["ForSequenceClassification", "Model"])
+def test_scores_by_content_and_distance(monkeypatch, name, head):
+    family = name.split()[0]
+    monkeypatch.setitem(CONFIGS, family, CONTENT[name])
+    model, stock = made(family, head)
     for one in (model, stock):
-        one.base_model.encoder.rel_embeddings.weight.data.mul_(0.5)
-    assert_same(model, stock, **ids_and_mask("right"))
+        for path, parameter in one.named_parameters():
+            parameter.mul_(not path.endswith(("q_bias", "v_bias")))  # as they are when none was trained
+    accel.optimize(model)
+    lengths = 39, 90 if "far" not in name else 40
+    for again in range(2):
+        for side in (None, "full", "right", "left"):
+            assert_same(model, stock, **ids_and_mask(side))
+        for length in lengths:
+            assert_same(model, stock, input_ids=torch.arange(length)[None] % 64)
+        for one in (model, stock):
+            generator = torch.Generator().manual_seed(again)
+            for parameter in one.base_model.encoder.parameters():
+                parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.3)
     assert not fallbacks(model)
     assert_same(model, stock, **ids_and_mask("holes"))
     assert fallbacks(model) == ["padding on no one side, and attention by distances"]
+
+
+def test_a_norm_of_what_is_nearly_one_already():
+    """In bfloat16 the sum before it, and itself, are as near to what the MLP is added to as numbers are."""
+    torch.manual_seed(0)
+    model = accel.optimize(t.BertModel(t.BertConfig(**SIZES)).bfloat16().eval())
+    specs = [layer.spec for layer in encoder_of(model).layers]
+    assert all(one.after_attention is not None and one.before_mlp is None for one in specs)
 
 
 def test_big_bird_is_put_back_after_it_was_looked_at():

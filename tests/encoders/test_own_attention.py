@@ -44,8 +44,9 @@ SPOKEN = [one | {"decoder_input_ids": torch.arange(3, 8)[None]} for one in given
 # By name: a class, its configuration, how many attentions run in a call, and calls.
 MODELS = {
     "deberta": (t.DebertaModel, t.DebertaConfig(
-        **SIZES, relative_attention=True, pos_att_type=["c2p", "p2c"], max_relative_positions=9), 2, texts(39)),
-    "deberta-head": (t.DebertaForTokenClassification, t.DebertaConfig(**SIZES), 2, texts(3)),
+        **SIZES, relative_attention=True, pos_att_type=["c2p"], max_relative_positions=9), 2, texts(39)),
+    "deberta-head": (t.DebertaV2ForTokenClassification, t.DebertaV2Config(
+        **SIZES, relative_attention=True, position_buckets=8, pos_att_type=["p2c"]), 2, texts(3)),
     "xlm": (t.XLMModel, t.XLMConfig(**XLM), 2, texts(1)),
     "xlm-causal": (t.XLMModel, t.XLMConfig(**XLM, causal=True), 2, texts(33)),
     "flaubert": (t.FlaubertModel, t.FlaubertConfig(**XLM), 2, texts(33)),

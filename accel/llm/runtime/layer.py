@@ -168,6 +168,11 @@ def put_together(
                 return one, found
         return None
 
+    def off(base: Value, branch: torch.Tensor, by: Factors) -> float:
+        """How far a sum is from that before the tail."""
+        terms = (by[0] * base.held.double(), by[1] * branch.double())
+        return float((total.double() - sum(one.reshape(total.shape) for one in terms)).norm())
+
     def gain(base: Value, branch: torch.Tensor, total: torch.Tensor) -> tuple[NormSpec | None, torch.Tensor]:
         """The parameter of the layer's own that its code multiplies a branch by, and the product; None where it is not.
 
@@ -239,6 +244,9 @@ def put_together(
                 before_attention, entering = None, before_attention
                 first = weighed(mixer.first.input.held, branch, start.held, 0)
             second = None if goes_on else weighed(start.held, last, total, 1)
+            other = None if known is not None or before_mlp is None else weighed(begin.input.held, last, total, 1)
+            if second is not None and other is not None:  # a norm of what is one already changes little
+                second = min((off(begin.input, last, other), None), (off(start, last, second), second))[1]
             if second is None and before_mlp is not None:  # a norm of the sum that the sum goes on as
                 before_mlp, after_attention = None, before_mlp
                 second = weighed(begin.input.held, last, total, 1)
