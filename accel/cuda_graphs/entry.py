@@ -1,6 +1,6 @@
 """A captured graph with its buffers, what is known of one input shape, and the key of a shape."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -10,11 +10,15 @@ from torch.utils import _pytree as pytree
 from accel.cuda_graphs.adapter_buffers import AdapterBuffers
 from accel.cuda_graphs.fingerprint import Fingerprint
 from accel.cuda_graphs.host_copies import HostCopies
+from accel.errors import out_of_memory
 from accel.fusion.float32_precision import convolutions_in_tf32, products_in_tf32
 from accel.fusion.stacked_linears import StackedLinears
 from accel.libraries.code import comes_from
 from accel.parallel.sequences import waited
 from accel.quantization.adapters import BUFFERS
+
+FAILED = "capture failed"
+HOPELESS = 3  # shapes whose captures fail, as of a forward that reads from the GPU
 
 
 @dataclass(frozen=True)
@@ -139,6 +143,14 @@ class Entry:
     last_replay: int = 0  # the number of its last replay, among all replays of its runner
     factor: float = 1.0  # of all adapters' scales in such a call
     written: int | None = None  # of `AdapterBuffers`, where the graph also reads adapters elsewhere
+
+    @staticmethod
+    def hopeless(entries: "Iterable[Entry]", error: Exception) -> str | None:
+        """Why no shape is captured any more: none has a graph, several failed, now of this, with memory enough."""
+        known = list(entries)
+        failed = [one.reason for one in known if one.reason is not None and one.reason.startswith(FAILED)]
+        alike = len(failed) >= HOPELESS and not any(one.graph for one in known) and not out_of_memory(error)
+        return failed[-1] if alike else None
 
     def row(self, path: str, inputs: str) -> dict:
         """For the report."""

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from accel.comparison import agree, factor
+from accel.encoders.packing import SIXTEEN
 from accel.encoders.position_bias import SeenBias, by_distance
 from accel.llm.recording.record import Attended, LayerRecord, NotUnderstood
 from accel.patching.fast_forward import Kernels
@@ -158,10 +159,12 @@ class BoundRelative:
         def make() -> tuple[torch.Tensor, ...]:
             if self.spec.in_order:
                 return (given[0],)
-            far = min(middle, step.packing.longest)
+            far = min(middle, step.packing.longest - 1)
             near = slice(middle - far, middle + far + 1)
-            first, last = min(buckets[near]), max(buckets[near])
-            return given[first : last + 1], self.places[near] - first
+            count = max(buckets[near]) + 1 - min(buckets[near])
+            count += -count % SIXTEEN  # else products are slow
+            first = max(0, min(*buckets[near], len(given) - count))
+            return given[first : first + count], self.places[near] - first
 
         return step.angles(given, (self.spec.keyword, buckets), make)
 
@@ -178,10 +181,14 @@ class BoundRelative:
             return (t.transpose(0, 1) @ columns).transpose(0, 1)
 
         by_query = products(q if self.position is None else q + self.position, self.by_query)
-        none = by_query.new_zeros(by_query.shape[-1]).expand_as(by_query)
-        by_key = none if self.by_key is None else products(k, self.by_key)
-        every = torch.arange(by_query.shape[-1], dtype=torch.int32, device=q.device)
-        places = every if self.spec.in_order else tables[1] if tables else self.places
+        if self.by_key is None:
+            by_key = by_query.new_zeros(by_query.shape[-1]).expand_as(by_query)
+        else:
+            by_key = products(k, self.by_key)
+        if self.spec.in_order:
+            places = torch.arange(by_query.shape[-1], dtype=torch.int32, device=q.device)
+        else:
+            places = tables[1] if tables else self.places
         places = places.flip(0) if step.packing.mirrored else places
         q = q if self.content is None else q + self.content
         return {"q": q, "by_query": by_query, "by_key": by_key, "places": places}

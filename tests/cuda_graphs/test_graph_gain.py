@@ -93,6 +93,21 @@ def test_what_the_gpu_bounds_is_not_captured(runner_of, monkeypatch):
     assert "20.00 ms to launch 300.00 ms" in runner.rows()[0]["reason"]
 
 
+def test_what_fails_in_each_shape_is_no_longer_captured(runner_of, monkeypatch):
+    runner, _ = runner_of(keep=True, graph=(48.5, 0.1))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=lambda: None))
+
+    def read(*args):
+        tried.append(args)
+        raise RuntimeError("it reads from the GPU")
+
+    tried = []
+    monkeypatch.setattr(host_copies, "capture", read)
+    for size in range(1, 7):
+        assert [runner(lambda x: "eager", (torch.zeros(size),), {}) for _ in range(3)] == ["eager"] * 3
+    assert len(tried) == 3 and runner.reason == "capture failed: RuntimeError: it reads from the GPU"
+
+
 @pytest.mark.share(1)
 @pytest.mark.parametrize("turns", [[1, 2, 3, 4, 5, 6], [1, 2] * 6])
 def test_all_graphs_together_stay_within_the_bound(runner_of, monkeypatch, turns):
