@@ -17,6 +17,7 @@ RELATIVE = {"relative_attention": True, "position_buckets": 64, "pos_att_type": 
 RELATIVE |= {"norm_rel_ebd": "layer_norm", "position_biased_input": False}
 MODELS = {
     "DebertaV2": t.DebertaV2Config(**SIZES, **RELATIVE),
+    "Deberta": t.DebertaConfig(**SIZES, **RELATIVE | {"max_relative_positions": -1}),
     "RoFormer": t.RoFormerConfig(**SIZES),
     "Qwen3": t.Qwen3Config(**SIZES, num_key_value_heads=2, head_dim=64, pad_token_id=1),
 }
@@ -80,11 +81,31 @@ def test_sound():
     assert len([one for one in accel.report(model).graphs if one["status"] == "graph"]) >= 2
 
 
-TERMS = {"relative_attention": True, "pos_att_type": ["c2p", "p2c"], "max_relative_positions": 128}
+@torch.no_grad()
+@pytest.mark.usefixtures("exact")
+@pytest.mark.parametrize("family", ["DebertaV2", "Deberta"])
+def test_rows_of_padding_from_which_a_mask_hides_all(family):
+    model, half, stock = made(f"{family}Model", MODELS[family])
+    (note,) = [one[3] for one in accel.report(model).sites if one[1] == "encoder"]
+    assert note.startswith("packed: rows of padding are seen, and computed")
+    ids = torch.arange(4, 454, device="cuda").view(3, 150)
+    mask = (torch.arange(150, device="cuda") < torch.tensor([[150], [20], [97]], device="cuda")).long()
+    for shown in (mask, mask.flip(1)):
+        exact, allowed = (one(ids, shown).last_hidden_state for one in (stock, half))
+        for _ in range(4):
+            got = model(ids, shown).last_hidden_state
+            for rows in (shown.bool(), ~shown.bool()):
+                assert relative_rms(got[rows], exact[rows]) <= 1.3 * relative_rms(allowed[rows], exact[rows]) + 1e-4
+    assert not accel.report(model).fallbacks
+
+
 XLM = {"vocab_size": 500, "emb_dim": 256, "n_layers": 2, "n_heads": 4}
 SWIN = {"image_size": 128, "embed_dim": 64, "depths": [2, 2], "num_heads": [2, 4], "window_size": 8}
 OWN = {  # by class: a configuration and an input
-    "DebertaModel": (t.DebertaConfig(**SIZES, **TERMS), lambda: {"input_ids": torch.arange(4, 370).view(2, 183)}),
+    "DebertaModel": (  # rows of padding see nothing
+        t.DebertaConfig(**SIZES, relative_attention=True, pos_att_type=["c2p"], max_relative_positions=128),
+        lambda: {"input_ids": torch.arange(4, 370).view(2, 183)},
+    ),
     "XLMModel": (t.XLMConfig(**XLM), lambda: {"input_ids": torch.arange(4, 370).view(2, 183)}),
     "Swinv2Model": (t.Swinv2Config(**SWIN), lambda: {"pixel_values": torch.randn(3, 3, 128, 128)}),
     "WavLMModel": (t.WavLMConfig(**WAVES), lambda: {"input_values": torch.randn(2, 16000)}),
@@ -96,6 +117,7 @@ OWN = {  # by class: a configuration and an input
 @pytest.mark.parametrize("kind", OWN)
 def test_attentions_inside_of_own_code(kind):
     model, half, stock = made(kind, OWN[kind][0])
+    assert [one for one in accel.report(model).sites if "fused inside of its own code" in one[3]]
     call = {name: one.cuda() for name, one in OWN[kind][1]().items()}
     low = {name: one.bfloat16() if one.is_floating_point() else one for name, one in call.items()}
     masks = [{}]
@@ -111,9 +133,10 @@ def test_attentions_inside_of_own_code(kind):
         for _ in range(4):
             got = model(**low, **more).last_hidden_state
             assert relative_rms(got[shown] if shown.dim() else got, exact) <= 1.3 * relative_rms(allowed, exact) + 1e-4
-    assert not accel.report(model).fallbacks
-    graphs = [one["status"] for one in accel.report(model).graphs]
-    assert graphs and {*graphs} == {"graph"}
+    reasons = {(one["status"], one["reason"][:14]) for one in accel.report(model).graphs}
+    read = kind == "XLMModel"  # it asks the GPU how long texts are
+    assert reasons == {("eager", "capture failed") if read else ("graph", "")}
+    assert bool(accel.report(model).fallbacks) <= read and torch.rand(9, device="cuda").unique().numel() > 1
 
 
 @torch.no_grad()
