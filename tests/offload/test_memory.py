@@ -77,7 +77,7 @@ def test_blocks_stream_and_results_are_the_same(make, share):
 
 def mixture(name, weights):
     """Of experts, for a step of two rows too few to be worth streaming all."""
-    changes = {"moe_intermediate_size": 128} if name == "qwen3-moe" else {}
+    changes = {"qwen3-moe": {"moe_intermediate_size": 128}, "gpt-oss": {"layer_types": None}}.get(name, {})
     model = make(name, num_hidden_layers=4, **changes).eval()
     ids, mask = padded()
     call = {"attention_mask": mask, "max_new_tokens": 9, "do_sample": False, "pad_token_id": 0}
@@ -97,7 +97,7 @@ def test_a_plan_counts_the_experts_that_stay():
     assert row["seconds"] == pytest.approx(0.5 * 0.75 * sum(sizes.blocks), rel=1e-3)
 
 
-@pytest.mark.parametrize(("name", "weights"), [("qwen3-moe", "int4-g32"), ("mixtral", None)])
+@pytest.mark.parametrize(("name", "weights"), [("qwen3-moe", "int4-g32"), ("mixtral", None), ("gpt-oss", None)])
 @torch.no_grad()
 def test_the_hottest_experts_are_on_the_card(name, weights, monkeypatch):
     """And every expert is where the table of places says."""
