@@ -187,7 +187,7 @@ def _closed(models: tuple[nn.Module, ...]) -> Iterator[CallGate | None]:
     modules = {id(module): module for model in models for module in model.modules()}
     gate = CallGate(threading.get_ident())
     with CHANGED:
-        CHANGED.wait_for(lambda: all(held is None or held._open() for held in map(_gate_of, modules.values())))
+        CHANGED.wait_for(lambda: all(held is None or held._open() for held in map(call_gate, modules.values())))
         mine = [module for module in modules.values() if _free(module)]
         permits = [one for module in mine for one in vars(module).values() if isinstance(one, Permit)]
         for module in mine:
@@ -212,14 +212,15 @@ def _closed(models: tuple[nn.Module, ...]) -> Iterator[CallGate | None]:
             CHANGED.notify_all()
 
 
-def _gate_of(module: nn.Module) -> CallGate | None:
+def call_gate(module: nn.Module) -> CallGate | None:
+    """The gate that stands on a module, beneath another permit too; None where there is none."""
     found = vars(module).get(GATE)
     return found.gate if isinstance(found, Permit) else found
 
 
 def _free(module: nn.Module) -> bool:
     """Whether this thread has no gate there yet; one of nobody's is a copy's."""
-    found = _gate_of(module)
+    found = call_gate(module)
     return found is None or found.thread is None
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from accel.errors import Refused
-from accel.in_flight import GATE, Permit
+from accel.in_flight import GATE, Permit, call_gate
 from accel.patching.structure import CallersHook
 
 BESIDE = ("mask", "position", "past", "cache")  # arguments that say nothing about how much is computed
@@ -51,11 +51,11 @@ class StreamedCall(Permit):
 
 
 def hook_model(streamed: Any) -> None:
-    """The model tells of its calls, also while no other thread may call it."""
+    """The model tells of its calls, also while no other thread may call it. Graphs captured before are not replayed."""
     other, call = streamed_model(streamed.model), StreamedCall(streamed)
-    if other is not None:  # of another pipeline that it belongs to
+    if other is not None and other is not streamed:  # of another pipeline that it belongs to
         other.let_go()
-    call.gate = vars(streamed.model).get(GATE)
+    call.gate = call_gate(streamed.model)
     vars(streamed.model)[GATE] = call
 
 

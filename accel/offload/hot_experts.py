@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from accel.offload.blocks import stacked_experts
+from accel.offload.call_hooks import hook_model
 from accel.offload.piece import PlacedWeights, WeightPlacement
 from accel.offload.ring import Ring
 from accel.patching.fast_forward import FastForward
@@ -105,6 +106,7 @@ class HotExperts:
                 self.fill(i, pieces[i].bytes if bytes_ is None else bytes_)
         self.calls = self.size = 0
         self.versions = self._versions()
+        hook_model(streamed)  # weights may lie where they did, but graphs read the tables of who was here before
 
     def let_go(self) -> torch.Tensor:
         """Nothing of the card is held any more. Returns the heat."""

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 import accel
 from accel.bench.diffusion.streaming import in_fewer_bits, on_paper
 from accel.bench.memory import peak_on_paper
+from accel.cuda_graphs.fingerprint import Fingerprint
 from accel.diffusion import tiling
 from accel.diffusion.tiling import decodes_within
 from accel.errors import Refused
@@ -125,6 +126,11 @@ def test_the_hottest_experts_are_on_the_card(name, weights, monkeypatch):
                 own = ctypes.string_at(part.data_ptr() + expert * step, step)
                 assert ctypes.string_at(part.data_ptr() + place * PLACE_BYTES, step) == own
                 assert (place * PLACE_BYTES != expert * step) == (expert in slots)
+    captured, tables = Fingerprint(model), hot.places
+    del hot
+    held.bring_back()
+    held._bring(held.streamed, held.copies)  # to the same addresses
+    assert held.hot.places is not tables and captured.reachable() and not captured.holds()  # graphs read the tables
     accel.restore(model)
     same(model, before)
     assert all(one.held is None for one in held.stacks.values())

@@ -29,6 +29,7 @@ from accel.llm.generation.loop.token_loop import GenerateRequest, TokenLoop, und
 from accel.llm.kv_cache.pending_step import PendingStep
 from accel.llm.kv_cache.store import Store
 from accel.llm.pipeline.stretch import StretchGraphs
+from accel.offload.call_hooks import streamed_model
 
 DEVICES = ("cuda",)  # where the loop runs; nowhere, if this is empty
 MOST_MISSED = 4  # unused steps in a row, after which a generate() call stops launching ahead
@@ -99,6 +100,8 @@ def begin(forward: DecoderForward, runner: GraphRunner, store: Store, ids: torch
     if not (ids.is_cuda and ids.shape[0] == rows and predictable(model, forward.convention.prepared)):
         return None
     if vars(model)["_forward_pre_hooks"] or torch.cuda.is_current_stream_capturing():
+        return None
+    if getattr(streamed_model(model), "hot", None) is not None:  # a call may exchange experts while the step reads them
         return None
     with torch.cuda.device(ids.device):
         store.reserve(rows, store.length + 1)
