@@ -70,10 +70,10 @@ class HotExperts:
         weights = [forward.readable() for forward in forwards]  # type: ignore[attr-defined]
         self.experts, steps, layers = weights[0].experts, weights[0].steps(), len(pieces)
         with torch.inference_mode(False):
-            self.home = weights[0].in_stacks().to(memory.device)
-            self.places = self.home.repeat(layers, 1, 1)
             self.slots = torch.zeros(layers, copies, dtype=torch.int64, device=memory.device)  # which expert is there
             self.everyone = torch.arange(self.experts, device=memory.device)
+            self.home = self.everyone[:, None] * torch.tensor(steps, device=memory.device) // PLACE_BYTES
+            self.places = self.home.new_zeros(layers, *self.home.shape)
             self.spots = self.everyone.repeat(layers, 1)  # e, of what is on the card e + experts: a column of `reads`
             self.reads = torch.zeros(layers, 2 * self.experts, device=memory.device)
             self.heat = torch.zeros(layers, self.experts, device=memory.device) if heat is None else heat
@@ -140,7 +140,7 @@ class HotExperts:
             else:  # bytes that the GPU cannot read by itself
                 copied.copy_(every[hot.cpu()])
         self.slots[i].copy_(hot)
-        self.places[i].copy_(self.home).index_copy_(0, hot, self.card[i])
+        self.places[i].zero_().index_copy_(0, hot, self.card[i] - self.home[hot])
         self.spots[i].copy_(self.everyone).index_copy_(0, hot, hot + self.experts)
 
     @torch.inference_mode(False)
@@ -180,8 +180,9 @@ class HotExperts:
         for i, seen in enumerate(self.seen):
             for every, copied in zip(self._each(i, seen), self.copied[i], strict=False):
                 copied.index_copy_(0, slot[i : i + 1], every.index_select(0, new[i : i + 1]))
-        self.places[layers, old], self.spots[layers, old] = self.home[old], old
-        self.places[layers, new], self.spots[layers, new] = self.card[layers, slot], new + self.experts
+        self.places[layers, old], self.spots[layers, old] = 0, old
+        self.places[layers, new] = self.card[layers, slot] - self.home[new]
+        self.spots[layers, new] = new + self.experts
         self.slots[layers, slot] = new
         self.reads.mul_(DECAY)
         self.heat.mul_(DECAY)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from accel_kernels.gemm.quantized_weight import Quantized, mxfp4_weight, quantize_weight
-from accel_kernels.moe.weights import ExpertWeights, Gating
+from accel_kernels.moe.weights import PLACES, ExpertWeights, Gating
 from accel_kernels.op import contiguous_reason, dtype_reason, make_op, random_cases
 
 # That are multiplied one by one where nothing was measured; more are grouped by their experts. Of Qwen3-30B-A3B three
@@ -82,7 +82,7 @@ def _case(rand, tokens, experts, chosen, hidden, inner, gating=None, *, transpos
     biases = (rand(experts, wide), rand(experts, hidden)) if bias else (None, None)
     weights = ExpertWeights(stack(wide, hidden), stack(hidden, inner), gating, interleaved, *biases)
     if placed:
-        weights = weights._replace(places=weights.in_stacks().to(index.device))
+        weights = weights._replace(places=index.new_zeros(experts, PLACES))
     return (rand(tokens, hidden), index, shares, weights), {}
 
 

@@ -12,7 +12,9 @@ COLUMNS: tl.constexpr = tl.constexpr(PLACES)
 
 @triton.jit
 def placed_weight(weight, places_ptr, expert):
-    """Where words, scales and zeros of one expert begin, as its row of `places` says; words for what there is not."""
+    """Where words, scales and zeros would begin if all experts lay as this one does, by its row of `places`; words for
+    what there is not, as a function returns no None up to Triton 3.6.
+    """
     words, place = weight.words, places_ptr + expert * COLUMNS
     words += offset_of(words, place)
     scales, zeros = words, words
@@ -25,7 +27,7 @@ def placed_weight(weight, places_ptr, expert):
 
 @triton.jit
 def offset_of(base, place):
-    """How many elements from the base on something lies, anywhere in memory."""
+    """How many elements of the base further on something lies, anywhere in memory."""
     SIZE: tl.constexpr = base.dtype.element_ty.primitive_bitwidth // 8
     return tl.load(place, cache_modifier=".cg") * (BYTES // SIZE)
 

@@ -38,9 +38,6 @@ def expert_up_kernel(
     if places_ptr is not None:
         words, scales, zeros = placed_weight(weight, places_ptr, expert)
         weight = PackedWeight(words, None if weight.scales is None else scales, None if weight.zeros is None else zeros)
-        if bias_ptr is not None:
-            bias_ptr += expert * PRODUCTS * inner
-        expert *= 0
     if TRANSPOSED:
         w_ptr = weight.words + expert * PRODUCTS * inner * K
         if bias_ptr is not None:
@@ -147,9 +144,6 @@ def expert_down_kernel(
     if places_ptr is not None:
         words, scales, zeros = placed_weight(weight, places_ptr, expert)
         weight = PackedWeight(words, None if weight.scales is None else scales, None if weight.zeros is None else zeros)
-        if bias_ptr is not None:
-            bias_ptr += expert * hidden
-        expert *= 0
     if weight.scales is None:
         w_ptr = weight.words + expert * K * hidden
         y = sum_across(h_ptr, w_ptr + n_idx[None, :], n_mask, k_idx, hidden, 1, K, PDL)

@@ -104,9 +104,6 @@ def up_rows(
     if places_ptr is not None:
         words, scales, zeros = placed_weight(weight, places_ptr, expert)
         weight = PackedWeight(words, None if weight.scales is None else scales, None if weight.zeros is None else zeros)
-        if bias_ptr is not None:
-            bias_ptr += expert * PRODUCTS * inner
-        expert *= 0
     w_ptr = weight.words
     x_place = x_ptr + token.to(tl.int64)[:, None] * K + k_idx[None, :]
     if weight.scales is not None:
@@ -208,9 +205,6 @@ def down_rows(
     if places_ptr is not None:
         words, scales, zeros = placed_weight(weight, places_ptr, expert)
         weight = PackedWeight(words, None if weight.scales is None else scales, None if weight.zeros is None else zeros)
-        if bias_ptr is not None:
-            bias_ptr += expert * hidden
-        expert *= 0
     w_row = expert * hidden + tl.minimum(n_idx, hidden - 1)
     h_row = h_ptr + row_idx.to(tl.int64) * K
     h_place = h_ptr + row_idx.to(tl.int64)[:, None] * K + k_idx[None, :]

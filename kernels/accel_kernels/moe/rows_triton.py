@@ -83,7 +83,6 @@ def weight_of_step(
     expert, there = expert_of(index_ptr, STEP // BLOCKS - SHARED, experts)
     if places_ptr is not None:
         w_ptr += offset_of(w_ptr, places_ptr + expert * COLUMNS)
-        expert *= 0
     place = (expert * hidden + n_row)[:, None] * K + at[None, :]
     return tl.load(w_ptr + place, mask=(at < tl.where(there, K, 0))[None, :], other=0.0)
 

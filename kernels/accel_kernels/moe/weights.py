@@ -51,8 +51,8 @@ class ExpertWeights(NamedTuple):
     (E, 2 I) in the same order; down_bias: (E, H); both or none.
 
     places: (E, PLACES) int64, where of each expert numbers, scales and zeros lie, of `gate_up`, then of `down`: so many
-    times PLACE_BYTES behind the beginning of the stack's tensor, be it in other memory that the device reads. What is
-    there equals what the stack holds. None where each lies in its stack.
+    times PLACE_BYTES behind their place in the stack, be it in other memory that the device reads. What is there equals
+    what the stack holds. None where each lies in its stack.
     """
 
     gate_up: torch.Tensor | Quantized
@@ -94,12 +94,6 @@ class ExpertWeights(NamedTuple):
     def steps(self) -> list[int]:
         """Bytes of one expert in each of `parts`, 0 where there is none."""
         return [0 if part is None else part.nbytes // self.experts for part in self.parts()]
-
-    def in_stacks(self) -> torch.Tensor:
-        """`places` of experts that lie in their stacks, on the CPU."""
-        return (
-            torch.arange(self.experts, device="cpu")[:, None] * torch.tensor(self.steps(), device="cpu") // PLACE_BYTES
-        )
 
     def matrices(self, expert: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Both matrices of one expert, (2 I, H) and (H, I); quantized ones in this dtype."""
