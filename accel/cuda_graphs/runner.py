@@ -100,7 +100,8 @@ class GraphRunner:
         with self.adapters.used():
             if pending is not None and self._stands(pending, variant):
                 return pending.outputs
-            return self._call(whole_runs(self.module, eager), args, kwargs, variant, constant, without_graph)
+            with whole_runs(self.module, eager) as run:
+                return self._call(run, args, kwargs, variant, constant, without_graph)
 
     def _call(
         self, eager: Callable, args: tuple, kwargs: dict, variant: tuple, constant: Any, without_graph: Callable | None

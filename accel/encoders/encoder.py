@@ -29,8 +29,9 @@ from accel.libraries.hooks import hook_of
 from accel.llm.parts.step import ForwardContext
 from accel.llm.recording.implementation import foreign_attention
 from accel.llm.recording.record import NotUnderstood, is_absent
+from accel.offload.call_hooks import streamed_model
 from accel.patching.fast_forward import FastForward, as_written
-from accel.patching.structure import foreign, foreign_hooks, replaced_forward
+from accel.patching.structure import CallersHook, foreign, foreign_hooks, replaced_forward
 
 OUTPUTS = ("output_attentions", "output_router_logits", HIDDEN_STATES)
 TOLD = ("starts", "keys", "longest", "mirrored", "padding")  # of a packing, what layers read
@@ -68,6 +69,7 @@ class EncoderForward(FastForward):
     shows = False
     unread: frozenset[str] = frozenset()
     apart = False  # while it is tried: weights stay where they are
+    streams = False  # its layers' weights are there while each is called, so each runs then
     seen: Fingerprint | None
     reason: str | None  # why it runs stock, as it is now
     biases: dict[str, tuple[torch.Tensor, torch.Tensor]]  # by path, see `PositionBias.bind`
@@ -169,7 +171,8 @@ class EncoderForward(FastForward):
         whole = together and not self.asked(HIDDEN_STATES, named)
         deferred = mask is not None or self.biased or whole
         run = partial(self.run, mask) if deferred else None
-        step = EncoderStep([self.layers[at] for at in self.order], run, self.biases, self.stops)
+        stops = range(len(self.order)) if self.streams else self.stops
+        step = EncoderStep([self.layers[at] for at in self.order], run, self.biases, stops)
         step.ids = named.get(self.inputs.main)
         if not self.shows:
             named.pop(self.inputs.mask, None)
@@ -187,9 +190,11 @@ class EncoderForward(FastForward):
         if hidden.shape[1] > self.longest:
             raise Unfit(f"a text of more than {self.longest} tokens, and a position bias")
         # The last is in the graph of a small call.
-        apart = self.runner is None or self.apart or self.calls.unpadded
+        apart = self.runner is None or self.apart or self.calls.unpadded or self.streams
         graph = not apart and hidden.is_cuda and not torch.cuda.is_current_stream_capturing()
-        packing = step.packing = self.packing(hidden, mask, graph, step.ids)
+        if not step.begun or mask is None:
+            step.packing = self.packing(hidden, mask, graph, step.ids)
+        packing = step.packing
         x = packing.pack(hidden)[None]
         for layer, kwargs in step.waiting:
             if layer.spec.keywords and not layer.inner:
@@ -207,7 +212,8 @@ class EncoderForward(FastForward):
     def _layers(self, step: EncoderStep, x: torch.Tensor, told: dict[str, Any], prepared: tuple) -> Any:
         """The layers that wait, of tokens packed as `told` says; a graph for each form of these."""
         step.packing = step.packing._replace(**told)
-        step.prepare(*prepared)
+        if not self.streams:
+            step.prepare(*prepared)
         for layer, kwargs in step.waiting:
             x = layer.bound(self.kernels, step, x, kwargs)
         return x
@@ -250,10 +256,12 @@ class EncoderForward(FastForward):
             return "weights on several devices, or not loaded"
         if self.told() != self.settings:
             return "its configuration has changed since it was optimized"
+        self.streams, stack = False, not self.apart and streamed_model(self.root) is None
         for layer in self.layers:
-            if foreign_hooks(layer.module):
+            if foreign_hooks(layer.module, CallersHook):
                 return f"{layer.path} has forward hooks"
-            if (reason := layer.bind(not self.apart)) is not None:
+            self.streams |= foreign_hooks(layer.module)
+            if (reason := layer.bind(stack)) is not None:
                 return reason
         biases = [layer.attention.position_bias for layer in self.layers]
         far = [*biases, *(layer.attention.relative for layer in self.layers)]

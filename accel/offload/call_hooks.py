@@ -1,8 +1,9 @@
 """What tells a model whose weights stream of its calls, and of its blocks'."""
 
 import sys
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+import threading
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from typing import Any
 
@@ -28,44 +29,51 @@ class BlockHook(CallersHook):
 
 
 class StreamedCall(Permit):
-    """Stands in `vars(model)["_call_impl"]`: a call that is interrupted ends too, which torch tells no hook."""
+    """Stands in `vars(module)["_call_impl"]` of a model, and of its parts around blocks, which others call by
+    themselves: a call that is interrupted ends too, which torch tells no hook.
+    """
 
     computes = True  # see `in_flight.py`
 
-    def __init__(self, streamed: Any):
-        self.streamed = streamed
-
-    @property
-    def owner(self) -> nn.Module:
-        return self.streamed.model
+    def __init__(self, streamed: Any, path: str = ""):
+        self.streamed, self.path, self.owner = streamed, path, streamed.model.get_submodule(path)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = sys._getframe(1).f_locals["self"]  # shallow copies hold this too
         self.refuses()  # waits while the model is changed
-        self.streamed.begin_call((args, kwargs))
-        try:
-            with _refusing_gradients(self.streamed):
-                return getattr(type(module), GATE)(module, *args, **kwargs)
-        finally:
-            self.streamed.end_call()
+        stock = getattr(type(module), GATE)
+        if self.streamed.caller == threading.get_ident():
+            return stock(module, *args, **kwargs)
+        with self.streamed.one_call(self.path, (args, kwargs)), _refusing_gradients(self.streamed):
+            return stock(module, *args, **kwargs)
 
 
 def hook_model(streamed: Any) -> None:
     """The model tells of its calls, also while no other thread may call it. Graphs captured before are not replayed."""
-    other, call = streamed_model(streamed.model), StreamedCall(streamed)
-    if other is not None and other is not streamed:  # of another pipeline that it belongs to
-        other.let_go()
-    call.gate = call_gate(streamed.model)
-    vars(streamed.model)[GATE] = call
+    for module in streamed.model.modules():
+        other = streamed_model(module)
+        if other is not None and other is not streamed:  # of another pipeline that it belongs to
+            other.let_go()
+    _put_on(streamed, "")
+
+
+def _put_on(streamed: Any, path: str) -> None:
+    call = StreamedCall(streamed, path)
+    call.gate = call_gate(call.owner)
+    vars(call.owner)[GATE] = call
+
+
+def _take_off(module: nn.Module) -> None:
+    gate = vars(module).pop(GATE).gate
+    if gate is not None and gate.thread is not None:
+        vars(module)[GATE] = gate
 
 
 def unhook(streamed: Any) -> None:
     """Nothing of ours is left on the model."""
     hook_blocks(streamed, ())
     if streamed_model(streamed.model) is streamed:
-        gate = vars(streamed.model).pop(GATE).gate
-        if gate is not None and gate.thread is not None:
-            vars(streamed.model)[GATE] = gate
+        _take_off(streamed.model)
 
 
 def _refusing_gradients(streamed: Any) -> AbstractContextManager:
@@ -81,30 +89,36 @@ def _read_again(kept: tuple[torch.Tensor, bool]) -> torch.Tensor:
     return kept[0]
 
 
-def hook_blocks(streamed: Any, paths: Iterable[str]) -> None:
-    """Blocks at these paths, and no others, tell of theirs."""
+def hook_blocks(streamed: Any, paths: Collection[str], called: bool = True) -> None:
+    """Blocks at these paths, and no others, tell of theirs; not called: only of calls of themselves, or of a part."""
     for module in streamed.model.modules():
+        if module is not streamed.model and streamed_model(module) is streamed:
+            _take_off(module)
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            for key in [key for key, one in hooks.items() if isinstance(one, BlockHook)]:
+            for key in [key for key, one in hooks.items() if isinstance(one, BlockHook) and one.model is streamed]:
                 del hooks[key]
                 module._forward_hooks_always_called.pop(key, None)
-    for path in paths:
+    for part in {path[:end] for path in paths for end, one in enumerate(f"{path}.") if one == "."}:
+        _put_on(streamed, part)
+    for path in paths if called else ():
         block = streamed.model.get_submodule(path)
         block.register_forward_pre_hook(BlockHook(streamed, path, False))
         block.register_forward_hook(BlockHook(streamed, path, True), always_call=True)
 
 
 def streamed_model(module: nn.Module) -> Any:
-    """That of a model whose weights come as they are called."""
+    """That of a model whose weights come as they are called, or of a part of it around such."""
     found = vars(module).get(GATE)
     return found.streamed if type(found) is StreamedCall else None
 
 
-def whole_runs(module: nn.Module, forward: Callable) -> Callable:
-    """The forward; where weights of the module stream, each run of it is one by itself, as a capture has to be."""
+@contextmanager
+def whole_runs(module: nn.Module, forward: Callable) -> Iterator[Callable]:
+    """Gives the forward; where weights of the module stream, each run of it is one by itself, as a capture has to be.
+
+    So are all inside together: a graph, which the host knows nothing of, leaves other blocks in the buffers.
+    """
     streamed = streamed_model(module)
-    if streamed is None:
-        return forward
 
     @wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -113,7 +127,11 @@ def whole_runs(module: nn.Module, forward: Callable) -> Callable:
         streamed.end_run()
         return result
 
-    return run
+    if streamed is not None:
+        streamed.end_run()
+    yield forward if streamed is None else run
+    if streamed is not None:
+        streamed.end_run()
 
 
 def elements(given: Any) -> int:

@@ -215,19 +215,6 @@ class LayerExperts:
         return f"{self.model.copies} of {self.model.experts} experts on the card{share}"
 
     @contextmanager
-    def called(self) -> Iterator[None]:
-        """Inside is a call of the model, also where somebody called a part of it by itself. Others may be held then."""
-        streamed = self.model.streamed
-        alone = not streamed.caller and not torch.cuda.is_current_stream_capturing()
-        if alone:
-            streamed.begin_call(())
-        try:
-            yield
-        finally:
-            if alone:
-                streamed.end_call()
-
-    @contextmanager
     def reading(self, index: torch.Tensor) -> Iterator[torch.Tensor | None]:
         """Inside, the weights are where kernels may read those that were chosen: at the places given, if any."""
         model, i, asleep = self.model, self.number, warming_up()

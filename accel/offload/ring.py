@@ -69,16 +69,16 @@ class Ring:
         """A run of the model begins: whatever is in the buffers does not count."""
         self.begun = False
 
-    def begin(self, ahead: bool = True) -> None:
-        """The first blocks are on their way, unless they are already, or no other than one is wanted."""
+    def begin(self, first: int, ahead: bool = True) -> None:
+        """The blocks from this one on are on their way, unless some are already, or no other than one is wanted."""
         if not self.begun:
             self.begun, self.held, self.awaited = True, [None] * len(self.buffers), [True] * len(self.buffers)
-            for i in range(len(self.buffers) if ahead else 0):
+            for i in range(first, min(first + len(self.buffers), len(self.sources)) if ahead else first):
                 self._fill(i)
 
     def take(self, i: int) -> None:
         """What the current stream is given from now on finds block i in its buffer."""
-        self.begin()
+        self.begin(i)
         slot = i % len(self.buffers)
         if self.held[slot] != i:
             self._fill(i)

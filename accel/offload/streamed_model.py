@@ -1,6 +1,7 @@
 """One model of which a part lies on the GPU, while its other blocks come there in turns, as they are called."""
 
 import threading
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -59,7 +60,7 @@ class StreamedModel(PlacedModel):
         self.hot: HotExperts | None = None
         self.heat: torch.Tensor | None = None  # of experts, while they are placed anew
         self.arena: torch.Tensor | None = None  # on the GPU
-        self.measured = Measured(0, 0)
+        self.measured: dict[str, Measured] = {}  # by path, of parts that were called by themselves; "" is the model
         self.measuring: tuple[int, int] | None = None  # size of the present call, bytes allocated before
         self.seen: list[str] | None = None  # blocks called in it
         self.due = False  # blocks are to be chosen anew
@@ -68,9 +69,7 @@ class StreamedModel(PlacedModel):
         self.stream: torch.cuda.Stream | None = None
         self.done: torch.cuda.Event | None = None  # the last call, on whatever stream
         self.lock, self.caller = threading.Lock(), 0  # the thread that is in a call
-        self.size = 0  # of the call under way
-        self.steps = False  # what the thread that is in a call calls belongs to it
-        self.apart = False  # the call is of one block, since somebody called a part of the model by itself
+        self.size, self.part = 0, ""  # of the call under way: of what it is given, and the path of what was called
 
     # Coming and going.
 
@@ -124,7 +123,7 @@ class StreamedModel(PlacedModel):
         if self.device.type == "cuda":
             pin()
         self.pieces = [*kept, *made]
-        self.streamed, self.measured = None, Measured(0, 0)
+        self.streamed, self.measured = None, {}
         blocks = [piece.path for piece in self.pieces if piece.path]
         self.stacks, self.heat = stacks_in(self.model, self.pieces), None
         self.order = list(dict.fromkeys([*(path for path in self.order if path in blocks), *blocks]))
@@ -140,15 +139,20 @@ class StreamedModel(PlacedModel):
 
     def room(self) -> int:
         """Bytes for weights, beside what a call of the present size needs."""
-        return room_for_weights(self.budget.card - self.outside, self.measured.nbytes)
+        most = max((one.nbytes for one in self.measured.values()), default=0)
+        return room_for_weights(self.budget.card - self.outside, most)
+
+    @property
+    def unknown(self) -> bool:
+        """Whether no call of the same, and of this size, was seen yet."""
+        return self.part not in self.measured or self.size > self.measured[self.part].size
 
     def _place(self) -> None:
         """Chooses blocks anew where that is due, and copies those that stay."""
         self.outside = self._allocated()
-        unknown = self.size > self.measured.size or not self.measured.size
-        if self.streamed is not None and not unknown and not self.due and self.on_card <= self.room():
+        if self.streamed is not None and not self.unknown and not self.due and self.on_card <= self.room():
             streamed, copies = self.streamed, self.copies  # its addresses, and the graphs that know them, stay
-        elif unknown and 2 * self.sizes.total > self.budget.card - self.outside:
+        elif self.unknown and 2 * self.sizes.total > self.budget.card - self.outside:
             check_fits(self.sizes, self.budget, type(self.model).__name__)
             streamed, copies = tuple(range(len(self.order))), 0
         else:
@@ -180,7 +184,7 @@ class StreamedModel(PlacedModel):
         self.kept = -(-at // GRAIN) * GRAIN
         self.sums = sums(arena[: self.kept])
         self._make_ring(streamed, arena[self.kept :])
-        hook_blocks(self, self.order if streamed and not self.stacks else ())
+        hook_blocks(self, self.order if streamed else (), called=not self.stacks)
         if arena.is_cuda:
             torch.cuda.current_stream(arena.device).synchronize()
 
@@ -223,15 +227,16 @@ class StreamedModel(PlacedModel):
     # Calls.
 
     @contextmanager
-    def one_call(self) -> Iterator[None]:
-        """Inside, calls of this thread are steps of one."""
-        self.begin_call(())
-        self.steps = True
+    def one_call(self, part: str = "", given: tuple = ()) -> Iterator[None]:
+        """Inside, calls of this thread are steps of one, of what has this path."""
+        if self.caller == threading.get_ident():
+            yield
+            return
         try:
+            self._begin_call(part, given)
             yield
         finally:
-            self.steps = False
-            self.end_call()
+            self._end_call()
 
     def next_step(self) -> bool:
         """Between two steps; returns whether weights lie elsewhere now."""
@@ -248,15 +253,11 @@ class StreamedModel(PlacedModel):
         """Whether no weights move from one call to the next."""
         return self.arena is not None and all(one.placement is not WeightPlacement.RING for one in self.pieces)
 
-    def begin_call(self, given: tuple) -> None:
-        thread = threading.get_ident()
-        if self.steps and self.caller == thread:
-            return
-        if self.caller != thread:  # else a call of this thread was interrupted
-            self.lock.acquire()
-            self.caller = thread
+    def _begin_call(self, part: str, given: tuple) -> None:
+        self.lock.acquire()
+        self.caller = threading.get_ident()
         try:
-            self.size = elements(given)
+            self.part, self.size = part, elements(given)
             if self.arena is not None and not where_left(self.pieces, weights_in(self.model)):
                 self.leave()  # somebody has moved or exchanged weights
             if self.arena is not None:
@@ -278,18 +279,18 @@ class StreamedModel(PlacedModel):
         if self.hot is not None:
             self.hot.begin_call(self.size)
         self.start_run()
-        if self.size > self.measured.size:
+        if self.unknown:
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()  # the allocator keeps more than what is asked for, and that counts
                 torch.cuda.reset_peak_memory_stats(self.device)
             self.measuring, self.seen = (self.size, self._allocated()), []
 
-    def end_call(self) -> None:
+    def _end_call(self) -> None:
         """Also of a call that has raised."""
-        if self.caller != threading.get_ident() or self.steps:
+        if self.caller != threading.get_ident():
             return
         try:
-            self.start_run()
+            self.end_run()
             if self.arena is not None and self.arena.is_cuda:
                 self.done = self.done or torch.cuda.Event()
                 self.done.record(torch.cuda.current_stream(self.device))
@@ -302,16 +303,18 @@ class StreamedModel(PlacedModel):
             self._release()
 
     def _release(self) -> None:
-        self.caller, self.apart, self.measuring, self.seen = 0, False, None, None
+        self.caller, self.measuring, self.seen = 0, None, None
         if self.lock.locked():
             self.lock.release()
 
     def _learn(self, size: int, before: int) -> None:
         """From a call of a new size: what it needed, and in which order it called the blocks."""
         peak = torch.cuda.max_memory_reserved(self.device) if self.device.type == "cuda" else before
-        self.measured, self.due = Measured(size, max(self.measured.nbytes, peak - before)), True
-        called = list(dict.fromkeys(self.seen or ()))
-        order = [*called, *(path for path in self.order if path not in called)]
+        known = self.measured.get(self.part, Measured(0, 0))
+        self.measured[self.part], self.due = Measured(size, max(known.nbytes, peak - before)), True
+        called = dict.fromkeys(self.seen or ())
+        turn = iter(called)
+        order = [next(turn) if path in called else path for path in self.order]
         if order != self.order:
             self.order, self.streamed = order, None
 
@@ -325,24 +328,18 @@ class StreamedModel(PlacedModel):
             self.ring.end()
 
     def take_block(self, path: str) -> None:
-        if not self.caller:
-            self.begin_call(())
-            self.apart = self.ring is not None
-            if not self.apart:  # and its hooks are gone
-                return self.end_call()
         if self.seen is not None:
             self.seen.append(path)
-        if self.ring is not None:
-            self.ring.begin(ahead=not self.apart)
+        if self.ring is not None and self.streamed is not None:
+            if not self.ring.begun:
+                self.ring.begin(bisect_left(self.streamed, self.order.index(path)), ahead=path != self.part)
             if path in self.numbers:
                 number, piece = self.numbers[path]
                 piece.go(WeightPlacement.CARD)  # where somebody has moved a weight whose bytes were not there
                 self.ring.take(number)
 
     def leave_block(self, path: str) -> None:
-        if self.apart:
-            self.end_call()
-        elif self.ring is not None and path in self.numbers:
+        if self.ring is not None and path in self.numbers and path != self.part:
             self.ring.leave(self.numbers[path][0])
 
     def rows(self) -> list[tuple[str, str, str]]:

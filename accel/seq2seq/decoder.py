@@ -33,8 +33,9 @@ from accel.libraries.cache import (
 )
 from accel.llm.parts.step import ForwardContext
 from accel.llm.recording.record import NotUnderstood, is_absent
+from accel.offload.call_hooks import streamed_model
 from accel.patching.fast_forward import FastForward
-from accel.patching.structure import foreign_hooks
+from accel.patching.structure import CallersHook, foreign_hooks
 from accel.seq2seq.course import Course, StreamOrder
 from accel.seq2seq.fixed_memory import CROSS, OWN, FixedMemory, HeldLayer, Holding, Length
 from accel.seq2seq.layers import DecoderLayerForward
@@ -56,20 +57,9 @@ class Seq2SeqForward(FastForward):
 
     captures = False  # the encoder and the prompt are run one by one, in which lone sites must pay
     renewed = (
-        "cache_name",
-        "lock",
-        "memory",
-        "holding",
-        "used",
-        "declined",
-        "order",
-        "seen",
-        "reason",
-        "biases",
-        "beams",
-        "course",
-        "trusted",
-    )
+        "cache_name", "lock", "memory", "holding", "used", "declined", "order", "seen", "reason", "biases", "beams",
+        "course", "trusted",
+    )  # fmt: skip
     runner: GraphRunner | None
     masks = Masks()
     whole = True
@@ -122,7 +112,8 @@ class Seq2SeqForward(FastForward):
         else:
             self._check(given)
             with self.lock, self.order.inside(given[TOKENS].device):
-                self.trusted = self.course.begin()
+                # Under a budget weights may move from one step to the next.
+                self.trusted = self.course.begin() and streamed_model(self.module) is None
                 logits = self._logits(cache, given)
         result = output_of(self.output, logits, cache, cache_field(self.output), given[ENCODED])
         return result if given.get("return_dict") is not False else result.to_tuple()
@@ -134,6 +125,8 @@ class Seq2SeqForward(FastForward):
         layers, tokens, positions = empty_layers(cache), given.get(TOKENS), given.get(POSITIONS)
         if not self.begins or layers is None or len(layers[OWN]) != len(self.layers) or given.get(MASK) is not None:
             return None
+        if getattr(streamed_model(self.module), "streamed", ()):
+            return None  # keys and values of what the encoder gave are made before its layers are called
         if type(tokens) is not torch.Tensor or tokens.dim() != 2 or not 0 < tokens.shape[1] <= FIRST:
             return None
         if positions is not None and positions.shape != tokens.shape:
@@ -346,5 +339,6 @@ class Seq2SeqForward(FastForward):
             self.biases = {one.path: one.bind(self.module) for layer in self.layers for one in layer.biases}
         except (NotUnderstood, AttributeError) as error:  # or it is gone
             return str(error)
-        hooked = (f"{one.path} has forward hooks" for one in self.layers if foreign_hooks(one.module))
-        return next(hooked, None) or next(filter(None, (one.bind(not self.apart) for one in self.layers)), None)
+        stack = not self.apart and streamed_model(self.module) is None
+        hooked = (f"{one.path} has forward hooks" for one in self.layers if foreign_hooks(one.module, CallersHook))
+        return next(hooked, None) or next(filter(None, (one.bind(stack) for one in self.layers)), None)

@@ -38,11 +38,11 @@ def broken(monkeypatch, kind, name, at):
     """The method raises KeyboardInterrupt instead of running, at so many calls of it."""
     method, calls = getattr(kind, name), []
 
-    def interrupted(self, *args):
+    def interrupted(self, *args, **kwargs):
         calls.append(0)
         if len(calls) == at:
             raise KeyboardInterrupt
-        return method(self, *args)
+        return method(self, *args, **kwargs)
 
     monkeypatch.setattr(kind, name, interrupted)
 

@@ -29,7 +29,7 @@ from accel.offload.ring import Ring, repeated
 from accel.options import bytes_of
 from support.llm.calls import counting_loops
 from support.llm.families import make, padded
-from support.objects.streaming import flux, llama, same, stored, within
+from support.objects.streaming import bert, flux, llama, same, stored, t5, within
 
 pytestmark = pytest.mark.usefixtures("streaming")
 
@@ -50,7 +50,7 @@ def test_quantized_blocks_stream(weights):
     assert streamed(model).streamed and not accel.report(model).fallbacks
 
 
-@pytest.mark.parametrize("make", [flux, llama])
+@pytest.mark.parametrize("make", [flux, llama, t5, bert])
 @pytest.mark.parametrize("share", [0.5, 1.0])
 @torch.no_grad()
 def test_blocks_stream_and_results_are_the_same(make, share):
@@ -60,7 +60,8 @@ def test_blocks_stream_and_results_are_the_same(make, share):
     wanted, stock = call(fast), call(copy.deepcopy(model))
     accel.optimize(model, memory=within(model, share))
     for _ in range(3):
-        assert torch.equal(call(model), wanted)
+        apart = float((call(model) - wanted).abs().max())
+        assert apart < 2e-6 if make is t5 else apart == 0  # whose first token is stock's then
         same(model, before)  # outside of calls, all can be read
     blocks = len(sizes_of(model).blocks) if share == 1.0 else None
     found = streamed(model)
@@ -74,6 +75,18 @@ def test_blocks_stream_and_results_are_the_same(make, share):
     assert torch.equal(call(model), stock) and len(places) == len(list(model.parameters()))
     assert not any(one._forward_hooks or one._forward_pre_hooks for one in model.modules())
     assert all(p.untyped_storage().nbytes() == p.nbytes for p in model.parameters())
+
+
+@torch.no_grad()
+def test_an_encoder_that_generate_calls_finds_its_blocks_on_the_way(monkeypatch):
+    """And the decoder its own, in each step."""
+    model, call = t5()
+    accel.optimize(model, memory=within(model, 1.0))
+    call(model)
+    late, take = [], Ring.take
+    monkeypatch.setattr(Ring, "take", lambda ring, i: (late.append(i not in ring.held), take(ring, i)))
+    call(model)
+    assert len(late) == 5 + 4 * 5 and not any(late)
 
 
 def mixture(name, weights):
@@ -202,13 +215,14 @@ def test_a_part_called_by_itself_is_a_call(name):
     def exchange(one):
         one.get_parameter(weight).data = one.get_parameter(weight).data * 1.5
 
-    for change in (lambda one: one.to(torch.bfloat16), exchange):
+    for change in (exchange, lambda one: one.to(torch.bfloat16)):
         assert torch.equal(model.model(ids)[0], twin.model(ids)[0])
+        assert len(streamed(model).streamed) == 4
         same(model, stored(twin))
         for one in (model, twin):
             change(one)
         assert torch.equal(model.model(ids)[0], twin.model(ids)[0])
-    assert len(streamed(model).streamed) == 4 and not streamed(model).lock.locked()
+    assert not streamed(model).lock.locked()
     accel.restore(model)
     same(model, stored(twin))
 

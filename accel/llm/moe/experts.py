@@ -176,10 +176,7 @@ class ExpertsForward(FastForward):
         sharding = self.sharding
         if sharding is not None and sharding.first:
             index = index - sharding.first
-        with (
-            nullcontext() if self.held is None else self.held.called(),
-            nullcontext() if self.held is None else self.held.reading(index) as places,  # maybe another by now
-        ):
+        with nullcontext() if self.held is None else self.held.reading(index) as places:
             weights = self._weights()._replace(places=places)
             y = self.kernels.experts(x.contiguous(), index.contiguous(), shares.contiguous(), weights)
         if self.formula.idle:

@@ -5,7 +5,7 @@ import weakref
 
 import torch
 from diffusers import FluxTransformer2DModel
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
 from accel.offload import budget, hooks, placed_model, streamed_model
 from accel.offload.blocks import sizes_of
@@ -70,6 +70,26 @@ def llama(width=32):
     return model, lambda model, size=9: model.generate(
         ids[:, :size], attention_mask=torch.ones_like(ids[:, :size]), **settings
     )
+
+
+def t5():
+    """A model whose bias of positions lies in its first block, and a call that gives logits of what it writes."""
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 5, "num_heads": 4, "decoder_start_token_id": 0}
+    model, ids = T5ForConditionalGeneration(T5Config(vocab_size=64, **sizes)).eval(), torch.randint(2, 64, (3, 9))
+    told = {"max_new_tokens": 4, "return_dict_in_generate": True, "output_logits": True, "do_sample": False}
+    return model, lambda model: torch.stack(model.generate(ids, attention_mask=beginnings(ids), **told).logits)
+
+
+def bert():
+    """An encoder, and a call of it with texts of several lengths."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_hidden_layers": 6}
+    model, ids = BertModel(BertConfig(vocab_size=64, **sizes)).eval(), torch.randint(1, 64, (3, 9))
+    return model, lambda model: model(ids, attention_mask=beginnings(ids)).last_hidden_state
+
+
+def beginnings(ids):
+    """A mask that shows fewer tokens in each row than in the one before."""
+    return (torch.arange(ids.shape[1]) < ids.shape[1] - 2 * torch.arange(len(ids))[:, None]).long()
 
 
 def stored(model):
