@@ -20,6 +20,13 @@ class Budget:
     card: int
     host: int | None = None
 
+    def too_little(self, name: str, weights: int, needed: str) -> str:
+        """That a call goes beyond it. weights: bytes of them on the card; needed: what it needs beside these."""
+        return (
+            f"memory={self.card / 1e9:.2f} GB: a call of this {name} needs {needed} beside the {weights / 1e9:.2f} GB "
+            "of its weights that are on the GPU at once: allow more, or give it less at a time"
+        )
+
 
 class Measured(NamedTuple):
     """What calls were seen to need. size: elements of their inputs. nbytes: of memory beside the weights."""

@@ -122,7 +122,6 @@ def whole_runs(module: nn.Module, forward: Callable) -> Iterator[Callable]:
 
     @wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
-        streamed.start_run()
         result = forward(*args, **kwargs)
         streamed.end_run()
         return result

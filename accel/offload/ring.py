@@ -65,10 +65,6 @@ class Ring:
             except RuntimeError as error:  # nothing at all can be pinned: the driver copies, and waits
                 logged(error)
 
-    def start(self) -> None:
-        """A run of the model begins: whatever is in the buffers does not count."""
-        self.begun = False
-
     def begin(self, first: int, ahead: bool = True) -> None:
         """The blocks from this one on are on their way, unless some are already, or no other than one is wanted."""
         if not self.begun:
@@ -90,7 +86,9 @@ class Ring:
             self._fill(i + len(self.buffers))
 
     def end(self) -> None:
-        """The run is over: the current stream waits for copies that nobody took, since a capture must be one whole."""
+        """A run of the model is over, after which what is in the buffers does not count: the current stream waits for
+        copies that nobody took, since a capture must be one whole.
+        """
         for slot in range(len(self.buffers)):
             self._wait(slot)
         self.begun = False

@@ -1,6 +1,7 @@
 """One model of which a part lies on the GPU, while its other blocks come there in turns, as they are called."""
 
 import threading
+import warnings
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -70,8 +71,6 @@ class StreamedModel(PlacedModel):
         self.done: torch.cuda.Event | None = None  # the last call, on whatever stream
         self.lock, self.caller = threading.Lock(), 0  # the thread that is in a call
         self.size, self.part = 0, ""  # of the call under way: of what it is given, and the path of what was called
-
-    # Coming and going.
 
     def enter(self, here: torch.device = CPU) -> bool:
         """From the CPU to the GPU; where that cannot be, nothing is done, and False returned."""
@@ -224,6 +223,9 @@ class StreamedModel(PlacedModel):
     def _allocated(self) -> int:
         return torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
 
+    def _peak(self) -> int:
+        return torch.cuda.max_memory_reserved(self.device) if self.device.type == "cuda" else 0
+
     # Calls.
 
     @contextmanager
@@ -235,6 +237,9 @@ class StreamedModel(PlacedModel):
         try:
             self._begin_call(part, given)
             yield
+        except torch.OutOfMemoryError as error:
+            told = self.budget.too_little(type(self.model).__name__, self.on_card, "more than is left")
+            raise torch.OutOfMemoryError(f"{told}. {error}") from error
         finally:
             self._end_call()
 
@@ -278,7 +283,6 @@ class StreamedModel(PlacedModel):
             torch.cuda.current_stream(self.device).wait_event(self.done)
         if self.hot is not None:
             self.hot.begin_call(self.size)
-        self.start_run()
         if self.unknown:
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()  # the allocator keeps more than what is asked for, and that counts
@@ -309,21 +313,20 @@ class StreamedModel(PlacedModel):
 
     def _learn(self, size: int, before: int) -> None:
         """From a call of a new size: what it needed, and in which order it called the blocks."""
-        peak = torch.cuda.max_memory_reserved(self.device) if self.device.type == "cuda" else before
+        peak = self._peak()
         known = self.measured.get(self.part, Measured(0, 0))
         self.measured[self.part], self.due = Measured(size, max(known.nbytes, peak - before)), True
+        if self.outside + self.sizes.least() + peak - before > self.budget.card:  # which has more, or it had failed
+            told = type(self.model).__name__, self.sizes.least(), f"{(peak - before) / 1e9:.2f} GB"
+            warnings.warn(self.budget.too_little(*told), stacklevel=2)
         called = dict.fromkeys(self.seen or ())
         turn = iter(called)
         order = [next(turn) if path in called else path for path in self.order]
         if order != self.order:
             self.order, self.streamed = order, None
 
-    def start_run(self) -> None:
-        """A run of its forward begins: one of several in a call, while that is timed and captured."""
-        if self.ring is not None:
-            self.ring.start()
-
     def end_run(self) -> None:
+        """Of its forward: of one of several in a call, while that is timed and captured."""
         if self.ring is not None:
             self.ring.end()
 

@@ -74,6 +74,40 @@ def test_an_interrupted_call_ends(place, monkeypatch):
     untouched(model, before)
 
 
+@torch.no_grad()
+def test_a_block_that_is_called_by_itself_and_interrupted_leaves_no_lock():
+    model, call = llama()
+    accel.optimize(model, memory=within(model, 1.0))
+    wanted, block, given = call(model), model.model.layers[1], torch.randn(1, 4, 32)
+    hook = block.mlp.register_forward_pre_hook(lambda *given: exit(1))
+    with pytest.raises(SystemExit):
+        block(given, position_embeddings=model.model.rotary_emb(given, torch.arange(4)[None]))
+    hook.remove()
+    got = []
+    other = threading.Thread(target=lambda: got.append(torch.no_grad()(call)(model)))
+    other.start()
+    other.join(20)
+    assert len(got) == 1 and torch.equal(got[0], wanted)
+
+
+@torch.no_grad()
+def test_too_little_for_a_call_is_told(monkeypatch):
+    model, call = flux()
+    accel.optimize(model, memory=within(model, 0.9))
+
+    def short(*given):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    hook = model.single_transformer_blocks[2].register_forward_pre_hook(short)
+    with pytest.raises(torch.OutOfMemoryError, match="memory=0.00 GB: a call of this Flux.*CUDA out of memory."):
+        call(model)
+    hook.remove()
+    call(model)
+    monkeypatch.setattr(StreamedModel, "_peak", lambda self: 10**8)
+    with pytest.warns(UserWarning, match="needs 0.10 GB beside the 0.00 GB of its weights"):
+        call(model, 40)
+
+
 @pytest.mark.parametrize("place", [(PlacedWeights, "put", 5), (StreamedModel, "_bring", 1), (PlacedWeights, "go", 1)])
 def test_an_interrupted_optimize_leaves_nothing(place, monkeypatch):
     model, _ = flux()

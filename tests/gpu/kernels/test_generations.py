@@ -57,7 +57,7 @@ source, buffer = torch.ones(2**28, dtype=torch.uint8).pin_memory(), torch.zeros(
 ring, seconds = Ring([buffer], [source], {0}, torch.cuda.Stream()), {}
 for bus in (1.0, ring.bus) * 3:
     ring.bus = bus
-    ring.start()
+    ring.end()
     torch.cuda.synchronize()
     start = time.perf_counter()
     ring.take(0)
