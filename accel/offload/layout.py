@@ -13,9 +13,10 @@ UNIT = 256  # bytes: a weight begins at a multiple of it, as torch's own allocat
 
 
 class Slot(NamedTuple):
-    """A tensor of a model and its place. start: in bytes."""
+    """A tensor of a model and its place. start: in bytes. run: where what lies side by side with it begins and ends."""
 
     tensor: torch.Tensor
+    run: tuple[int, int]
     start: int
     shape: torch.Size
     stride: tuple[int, ...]
@@ -39,6 +40,7 @@ class Layout:
         self.nbytes = 0
         begin = end = 0  # begin: what to add to an address; end: the address behind the tensors so far
         last: torch.Tensor | None = None
+        runs: list[list[Slot]] = []
         seen = {place: i for i, place in reversed(list(enumerate(map(storage_of, tensors))))}
         for tensor in sorted(tensors, key=lambda one: (seen[storage_of(one)], one.data_ptr(), -_span(one))):
             place, span = tensor.data_ptr() or storage_of(tensor), _span(tensor)
@@ -49,30 +51,34 @@ class Layout:
                 together = False
             if not together:
                 begin, end = -(-self.nbytes // UNIT) * UNIT - place, place
-            self.slots.append(Slot(tensor, begin + place, tensor.shape, tensor.stride(), tensor.dtype))
+                runs.append([])
+            runs[-1].append(Slot(tensor, (0, 0), begin + place, tensor.shape, tensor.stride(), tensor.dtype))
             end, last = max(end, place + span), tensor
             self.nbytes = begin + end
+            runs[-1][0] = runs[-1][0]._replace(run=(runs[-1][0].start, self.nbytes))
+        self.slots = [slot._replace(run=run[0].run) for run in runs for slot in run]
         self.nbytes = -(-self.nbytes // UNIT) * UNIT
 
     def pack(self, whole: torch.Tensor) -> None:
         """Moves every tensor to its place in these bytes; a storage is freed as soon as it is empty."""
-        with torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():
             for slot, view in views(self.slots, whole):
                 view.copy_(slot.tensor.detach())
-                lay_out([slot], whole)
+                become(slot.tensor, view)
 
 
 def views(slots: Iterable[Slot], whole: torch.Tensor) -> Iterator[tuple[Slot, torch.Tensor]]:
-    """The place of each of these tensors in the bytes."""
-    typed: dict[torch.dtype, torch.Tensor] = {}
+    """The place of each of these tensors in the bytes. On the CPU those of a run have a storage, which is all that
+    torch.save writes of them.
+    """
+    typed: dict[tuple, torch.Tensor] = {}
     for slot in slots:
-        if slot.dtype not in typed:
-            typed[slot.dtype] = whole.view(slot.dtype)
-        numbers = typed[slot.dtype]
-        yield (
-            slot,
-            numbers.as_strided(slot.shape, slot.stride, numbers.storage_offset() + slot.start // numbers.itemsize),
-        )
+        start, end = slot.run if whole.device.type == "cpu" else (0, whole.nbytes)
+        if (numbers := typed.get((slot.dtype, start, end))) is None:
+            held = torch.from_numpy(whole.numpy()[start:end]) if whole.device.type == "cpu" else whole
+            numbers = typed[slot.dtype, start, end] = held.view(slot.dtype)
+        place = numbers.storage_offset() + (slot.start - start) // numbers.itemsize
+        yield slot, numbers.as_strided(slot.shape, slot.stride, place)
 
 
 def lay_out(slots: Iterable[Slot], whole: torch.Tensor) -> None:

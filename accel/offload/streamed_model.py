@@ -15,7 +15,7 @@ from torch import nn
 from accel.errors import Refused
 from accel.offload.blocks import experts_in, pieces
 from accel.offload.budget import BUFFERS, Budget, Measured, WeightSizes, check_fits, room_for_weights, streamed_blocks
-from accel.offload.call_hooks import elements, hook_blocks, hook_model, unhook
+from accel.offload.call_hooks import elements, hook_blocks, hook_model, streamed_model, unhook
 from accel.offload.hot_experts import HotExperts, stacks_in
 from accel.offload.layout import CPU, unmovable, weights_in
 from accel.offload.memory import PAGE, HostBuffer
@@ -74,7 +74,7 @@ class StreamedModel(PlacedModel):
 
     def enter(self, here: torch.device = CPU) -> bool:
         """From the CPU to the GPU; where that cannot be, nothing is done, and False returned."""
-        if self.arena is not None:
+        if self.arena is not None or self.replaced:
             return True
         if self.alone and unmovable(weights_in(self.model), self.device) is None:
             here = self.device  # to their places on the CPU at once
@@ -89,9 +89,16 @@ class StreamedModel(PlacedModel):
 
     def leave(self) -> nn.Module:
         """From the GPU to the CPU, whoever has moved it there."""
+        if self.replaced:
+            return self.model
         self.bring_back()
         type(self.model).to(self.model, "cpu")  # what came to it on the GPU
         return self.model
+
+    @property
+    def replaced(self) -> bool:
+        """Whether another one streams the model now, as for somebody who has optimized it beside its pipeline."""
+        return streamed_model(self.model) not in (self, None)
 
     def let_go(self) -> None:
         """Its weights are on the CPU, and nothing of ours is on it."""
@@ -260,19 +267,14 @@ class StreamedModel(PlacedModel):
 
     def _begin_call(self, part: str, given: tuple) -> None:
         self.lock.acquire()
-        self.caller = threading.get_ident()
-        try:
-            self.part, self.size = part, elements(given)
-            if self.arena is not None and not where_left(self.pieces, weights_in(self.model)):
-                self.leave()  # somebody has moved or exchanged weights
-            if self.arena is not None:
-                self._place()
-                self._begin()
-            elif self.alone and not self.enter():
-                raise Refused(f"memory=: the weights cannot be streamed: {self.reason}")
-        except BaseException:
-            self._release()
-            raise
+        self.caller, self.part, self.size = threading.get_ident(), part, elements(given)
+        if self.arena is not None and not where_left(self.pieces, weights_in(self.model)):
+            self.leave()  # somebody has moved or exchanged weights
+        if self.arena is not None:
+            self._place()
+            self._begin()
+        elif self.alone and not self.enter():
+            raise Refused(f"memory=: the weights cannot be streamed: {self.reason}")
 
     def _begin(self) -> None:
         """The weights of blocks that stream are where their bytes will be."""
@@ -304,11 +306,7 @@ class StreamedModel(PlacedModel):
             if self.measuring is not None:
                 self._learn(*self.measuring)
         finally:
-            self._release()
-
-    def _release(self) -> None:
-        self.caller, self.measuring, self.seen = 0, None, None
-        if self.lock.locked():
+            self.caller, self.measuring, self.seen = 0, None, None
             self.lock.release()
 
     def _learn(self, size: int, before: int) -> None:
