@@ -42,9 +42,14 @@ def find_arguments(forward: DecoderForward, convention: CallingConvention) -> Ca
     def changes_nothing(name: str, form: str) -> bool:
         return all(_agrees(forward, _stepping(pieces, name, form, mark)) for mark in (0, 1))
 
-    counts = agrees(lambda piece: {"input_ids": piece["input_ids"]})
+    def uncounted(piece: dict) -> dict:
+        return {name: value for name, value in piece.items() if name != "position_ids"}
+
+    # Behind a prompt whose positions are given: a model that counts 1, 2, 3 .. would not show it otherwise.
+    from_zero = "position_ids" not in forward.names or _agrees(forward, [pieces[0], *map(uncounted, pieces[1:])])
+    counts = from_zero and agrees(lambda piece: {"input_ids": piece["input_ids"]})
     # Some count 0, 1, 2 .. in a step too, whatever the mask says.
-    in_steps = counts or agrees(lambda piece: {n: value for n, value in piece.items() if n != "position_ids"})
+    in_steps = counts or (from_zero and agrees(uncounted))
     return replace(
         convention,
         positions=convention.positions if in_steps else None,

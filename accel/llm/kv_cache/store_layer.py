@@ -18,6 +18,7 @@ class StoreLayer(DynamicLayer, LayerOfStore):
     bits: they have no view, and an edit of a copy would be lost.
     """
 
+    early = False  # initialized before a token came
     __init__ = LayerOfStore.__init__
     reset, reorder_cache = LayerOfStore.reset, LayerOfStore.reorder_cache
     batch_repeat_interleave, batch_select_indices = (
@@ -37,7 +38,7 @@ class StoreLayer(DynamicLayer, LayerOfStore):
     @property
     @steps_aside
     def is_initialized(self) -> bool:
-        return self.store.capacity > 0
+        return self.early or self.store.lengths[self.index] > 0  # there is room before a call's first layer writes
 
     @property
     @steps_aside
@@ -65,7 +66,7 @@ class StoreLayer(DynamicLayer, LayerOfStore):
             # An edit of what is shown must not be lost.
             self.leave()
             return (self.keys, self.values)[which]
-        return self.read()[which] if self.is_initialized else None
+        return self.read()[which] if self.store.capacity else None
 
     def _filled(self) -> DynamicLayer:
         """The stock layer, with tensors of its own; the store drops this one."""
@@ -92,6 +93,7 @@ class StoreLayer(DynamicLayer, LayerOfStore):
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         if self._fits(key_states, value_states):
             self.store.reserve(key_states.shape[0], max(1, self.store.length))
+            self.early = True
         else:
             self.leave()
             self.lazy_initialization(key_states, value_states)
