@@ -27,6 +27,7 @@ GRIDS, SIZES = "grid_thw", "image_sizes"  # of images whose patches all lie in o
 WIDE = 33  # patches, more than windows have in a row
 SOUNDS = ("input_features", "input_values")
 FRAMES = 12  # tokens of a sound of an example
+SIDES = (16, 56, 96)  # patches of larger examples, as of windows that are halved three times
 MOST = 256  # patches of an image of an example: it runs several times, on a CPU too
 
 
@@ -165,7 +166,8 @@ def _images(model: Any, inputs: Inputs) -> Iterator[dict[str, Any]]:
     convolution: Any = next(filter(is_patch_embedding, model.modules()))
     if convolution.weight.dim() != 4:
         return
-    (height, width), channels = convolution.kernel_size, convolution.in_channels
+    (height, width) = convolution.kernel_size
+    channels = next(one.in_channels for one in model.modules() if type(one) is nn.Conv2d)
     more: dict[str, Any] = {INTERPOLATED: True} if INTERPOLATED in names else {}
     if SIZES in names:
         more[SIZES] = torch.tensor([[2 * height, 3 * width], [2 * height, width]], device=device)
@@ -176,6 +178,8 @@ def _images(model: Any, inputs: Inputs) -> Iterator[dict[str, Any]]:
     size = (size, size) if isinstance(size, int) else size
     if isinstance(size, list | tuple) and len(size) == 2 and math.prod(size) <= MOST * height * width:
         yield {IMAGES.main: random(ROWS, channels, *size)}
+    for side in SIDES:
+        yield {IMAGES.main: random(ROWS if side**2 <= MOST else 1, channels, side * height, side * width)}
 
 
 def masked_sound(model: Any, inputs: Inputs, example: dict[str, Any]) -> Inputs:
@@ -203,7 +207,7 @@ def wide_call(model: Any, inputs: Inputs, example: dict[str, Any]) -> list[dict[
     if SIZES in example:
         return [{name: one[:1] for name, one in example.items()}]
     sound = inputs.main in SOUNDS
-    if (images.dim() != 4 and not sound) or SHOWN in example:
+    if (images.dim() != 4 and not sound) or SHOWN in example or (not sound and len(images) < ROWS):
         return []
     height, width = images.shape[-2] // (1 if sound else 2), images.shape[-1] // 3 * WIDE
     shape = (1, width) if images.dim() == 2 else (1, *images.shape[1:-2], height, width)

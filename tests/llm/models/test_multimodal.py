@@ -134,6 +134,21 @@ def test_what_no_text_gives_its_layers_is_found_out_once(steps):
     assert steps
 
 
+def test_a_prompt_whose_tokens_see_each_other_without_a_picture():
+    """And a step behind it without position_ids, which the model counts from one."""
+    ours, stock, text, _ = pair("paligemma")
+    mask = torch.ones_like(text["input_ids"])
+    mask[1, :2] = 0
+    given = text | {"attention_mask": mask, "token_type_ids": torch.zeros_like(mask)}
+    same(written(ours, given), written(stock, given))
+    shown = []
+    for model in (ours, stock):
+        begun = model(**{name: one[:1] for name, one in given.items()}, use_cache=True)
+        step = {"input_ids": given["input_ids"][:1, :1], "attention_mask": mask[:1, :1].expand(1, mask.shape[1] + 1)}
+        shown.append({"logits": model(**step, past_key_values=begun.past_key_values).logits})
+    same(*shown)
+
+
 def by_hand(model, image: dict, positions: bool) -> list[torch.Tensor]:
     """Logits of a loop of calls after an image, as users write it."""
     output, found = model(**image, use_cache=True), []
