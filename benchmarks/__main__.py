@@ -9,7 +9,6 @@ import typer
 
 STUDIES = {  # name: module, and a line of what it measures
     "ops": ("kernels.ops", "every op's kernel beside torch's, attention by each backend"),
-    "beside-stock": ("kernels.beside_stock", "routers and drawing tokens beside what transformers runs"),
     "experts": ("kernels.experts", "experts of one layer, every way to multiply them"),
     "products": ("kernels.products", "products by kernel, format, tile and rows; --study names what is multiplied"),
     "chain": ("kernels.chain", "all products of a token, and attention, in one CUDA graph"),
@@ -18,23 +17,18 @@ STUDIES = {  # name: module, and a line of what it measures
     "packed-attention": ("kernels.packed_attention", "attention of sequences without padding, beside torch's ways"),
     "quality": ("quality.measure", "perplexity on held-out text by how a model is stored"),
     "quality-model": ("quality.training", "trains the model of 98 million weights that `quality` measures"),
-    "calibrating": ("quality.calibrating", "time and memory of accel.quantize with calibration"),
     "text": ("models.text", "language models by settings: stock, accel, other packages, spread over cards"),
     "text-batches": ("models.text:batches", "generate_batch of a language model by settings"),
     "plots": ("plots.draw", "docs/images from benchmarks/results"),
     "ablation": ("models.ablation", "what each mechanism gives, on cases of `accel bench`"),
     "random-calls": ("models.random_calls", "random calls of generate() on tiny models: every token must be stock's"),
     "adapters-soak": ("models.adapters_soak", "random changes of adapters on tiny models: results must be stock's"),
-    "drift": ("models.drift", "errors of logits after thousands of tokens, stock and accel, against float64"),
-    "engine-steps": ("models.engine", "Python of one step of the batching engine"),
-    "new-sizes": ("models.sizes", "first calls of new sizes, caches cold"),
     "before-after": ("models.trees", "two source trees in turns, a process each"),
     "calls": ("models.calls", "whole pipeline calls: stock, accel, torch.compile, the step cache"),
     "kernels-of": ("models.launches", "where the GPU's time of one forward goes, kernel by kernel"),
     "collectives": ("cards.collectives", "torchrun: sums and exchanges over the cards of one host"),
     "cards-text": ("cards.text", "torchrun: a language model divided over cards"),
     "cards-diffusion": ("cards.diffusion", "torchrun: SDXL and Flux on several cards"),
-    "scaling": ("cards.scaling", "how a step shrinks with cards, calculated beside what was measured"),
 }
 
 

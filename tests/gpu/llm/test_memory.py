@@ -54,7 +54,7 @@ def test_loading_takes_what_stays_and_two_layers_at_most(folder, scheme):
 
 # How many layers in 16 bits there may be at most on the device, with what a method computes; 12 are all. Measured on an
 # H200: 3.0, 5.4, 5.0, 5.0. GPTQ's squares of the inner size outgrow the layer where that is wide, unlike here: of 8B
-# they make 12.7 layers, see python -m benchmarks calibrating.
+# they make 12.7 layers, see docs/measurements/quantization.md.
 WAYS = {("int8", "rtn"): 3.5, ("int4", "gptq"): 6, ("int4", "awq"): 5.5, ("int8", "smoothquant"): 5.5}
 
 
