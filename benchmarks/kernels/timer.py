@@ -48,11 +48,6 @@ def time_us(*calls: Call) -> float:
     return times_us({"": calls})[""]
 
 
-def graph_ms(run: Call) -> float:
-    """Of a run that is long itself."""
-    return round(time_us(run) / 1e3, 4)
-
-
 def _graphed(run: Call) -> tuple[Callable[[], float], int]:
     """Seconds of a replay, as a function; and of how many runs it is."""
     if TOY:
