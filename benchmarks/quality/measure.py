@@ -1,10 +1,10 @@
 """What fewer bits lose of a model that was trained: perplexity on held-out text, and decibels layer by layer.
 
-The model is a Llama on tiny-lm's tokens, such as examples/models/tiny-lm or what `quality-model` saves. Every way to
-store it is measured in float32 beside the model as it is; then again with outliers planted: some channels behind the
-norms are larger by 80 and the weights that read them smaller, which changes nothing that the model computes. `as_run`
-is `accel.optimize(model, **options)` in 16 bits (float32 on a CPU), on the kernels that a user's calls run on, with any
-of its options; `calibrated` is that of models that `accel.quantize` made, with activations fixed or smoothed by text.
+The model is a Llama on tiny-lm's tokens, such as examples/models/tiny-lm. Every way to store it is measured in float32
+beside the model as it is; then again with outliers planted: some channels behind the norms are larger by 80 and the
+weights that read them smaller, which changes nothing that the model computes. `as_run` is
+`accel.optimize(model, **options)` in 16 bits (float32 on a CPU), on the kernels that a user's calls run on, with any of
+its options; `calibrated` is that of models that `accel.quantize` made, with activations fixed or smoothed by text.
 """
 
 import copy

@@ -1,4 +1,4 @@
-"""Studies of quality: a model is trained and measured, at toy size; a way that fails costs no other."""
+"""The study of quality, at toy size; a way that fails costs no other."""
 
 import json
 import math
@@ -7,25 +7,31 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.quality import measure, text, training, ways
+from benchmarks.quality import measure, text, ways
 from support.everything import EVERYTHING
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "examples" / "models" / "tiny-lm"
 
 
+@pytest.fixture
+def toy(tmp_path):
+    """A folder with a random Llama of two layers, on tiny-lm's tokens."""
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes)).save_pretrained(tmp_path / "toy")
+    tokenizer.save_pretrained(tmp_path / "toy")
+    return tmp_path / "toy"
+
+
 @pytest.mark.skipif(not EVERYTHING, reason="ours alone to run; ACCEL_TEST_EVERYTHING=1 runs it")
-def test_a_toy_is_trained_and_measured(tmp_path):
-    folder, out = tmp_path / "toy", tmp_path / "toy.json"
-    plain = training.main(tmp_path / "plain", toy=True, batch=2, dropout=0.0)
-    training.main(folder, toy=True, batch=2, dropout=0.3)
-    told = json.loads((folder / "training.json").read_text())
-    assert told["runs"][0]["dropout"] == 0.3
-    (looked,), (other,) = (one["runs"][0]["course"] for one in (told, plain))
-    assert looked["step"] == 4 and looked["perplexity"] != other["perplexity"]
-    assert told["held_out"] < 2048, "worse than guessing"
+def test_a_toy_is_measured(toy, tmp_path):
+    out = tmp_path / "toy.json"
     wrong = '[{"weights": "int8", "method": "gptq"}]'
-    result = measure.main(folder, out, windows_of=1, texts=2, only="int8", options=wrong)
+    result = measure.main(toy, out, windows_of=1, texts=2, only="int8", options=wrong)
     assert [row["reason"].partition(":")[0] for row in result["failed"]] == ["TypeError"]
     assert json.loads(out.read_text())["case"] == "quality-toy"
     ways = [row["way"] for row in result["rows"] if row["model"] == "as trained"]
@@ -35,16 +41,13 @@ def test_a_toy_is_trained_and_measured(tmp_path):
     assert len(row["linears_db"]) == 14 and min(row["linears_db"].values()) > 35 and len(row["layers_db"]) == 2
 
 
-def test_interrupted_runs_leave_what_they_have(monkeypatch, tmp_path):
-    folder = tmp_path / "toy"
-    training.main(folder, toy=True, batch=2)
-
+def test_interrupted_runs_leave_what_they_have(toy, monkeypatch, tmp_path):
     def stop(*args):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(measure, "as_run", stop)
     with pytest.raises(KeyboardInterrupt):
-        measure.main(folder, tmp_path / "toy.json", windows_of=1, texts=1, only="kv,int8")
+        measure.main(toy, tmp_path / "toy.json", windows_of=1, texts=1, only="kv,int8")
     left = json.loads((tmp_path / "toy.json").read_text())
     assert "kv int8" in [row["way"] for row in left["rows"]] and left["as_run"] == [] and left["took_s"] > 0
 
