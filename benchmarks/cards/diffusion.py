@@ -23,13 +23,12 @@ from accel.bench.diffusion.configs import whole_config
 from accel.bench.diffusion.inputs import Draw, Sizes, flux_inputs
 from accel.bench.machine import slug
 from accel.bench.memory import release
-from accel.bench.scripts.pipelines import TINY_FLUX, flux_transformer, sdxl
+from accel.bench.scripts.pipelines import PROMPT, TINY_FLUX, flux_transformer, sdxl
 from accel.bench.scripts.script import Size
 from accel.comparison import relative_rms
 from accel.tolerances import LOGITS, bound
 from accel.verification.metrics import compare
 from benchmarks.cards.ranks import alike, ranks, together, together_s
-from benchmarks.models.calls import UNETS
 from benchmarks.models.launches import profiled, summary
 from benchmarks.study import RESULTS, TOY, Study, words
 
@@ -50,7 +49,7 @@ def of_sdxl(device: torch.device, record: Study) -> None:
 
     def draw(output_type: str = "np") -> Any:
         generator = torch.Generator(device).manual_seed(0)
-        return pipe(**UNETS, num_inference_steps=STEPS, generator=generator, output_type=output_type).images
+        return pipe(PROMPT, num_inference_steps=STEPS, generator=generator, output_type=output_type).images
 
     def timed(calls: int = CALLS) -> dict[str, float]:
         return {"call_s": together_s(draw, device, calls), "loop_s": together_s(lambda: draw("latent"), device, calls)}

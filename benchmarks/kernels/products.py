@@ -1,7 +1,6 @@
 """Products of the shapes of language models and diffusion transformers: every kernel, format and tile, beside torch.
 
-`--study` names what is multiplied: few-rows, one-row, four-bits, many-rows, crossover, eight-bits, outliers, hopper,
-blocks.
+`--study` names what is multiplied: few-rows, one-row, four-bits, many-rows, eight-bits, hopper, blocks.
 Norm, gate, residual and bias are included, weights are distinct and larger together than the cache. A way is timed only
 where its error against float32 is at most twice that of torch in the same dtype, of rows in 8 bits somewhat more, as
 sums in other orders are. `whole`: false for a part of a product. `sums`: of a model's layers, in milliseconds.
@@ -13,14 +12,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from accel_kernels import Norm, fp8_linear, hopper_gemm, int8_linear, quantize_rows
+from accel_kernels import fp8_linear, hopper_gemm, int8_linear, quantize_rows
 from accel_kernels.gemm import cublaslt
 from accel_kernels.gemm.fp8_linear import in_passes as fp8_in_passes
 from accel_kernels.gemm.fused_linear import in_passes as full_in_passes
 from accel_kernels.gemm.int8_linear import in_passes as int8_in_passes
 from accel_kernels.gemm.int8_linear import integer_product
 from accel_kernels.gemm.linear import LinearChooser
-from accel_kernels.gemm.quantize_rows import SHARE, QuantizedRows
+from accel_kernels.gemm.quantize_rows import QuantizedRows
 
 from benchmarks.kernels.shapes import FP8, HOPPER, SHAPES, UNIT, Product, Sizes
 from benchmarks.kernels.timer import compile_ahead, rand, times_us
@@ -52,8 +51,8 @@ def ways(product: Product, x: torch.Tensor, given: dict, study: str) -> Iterator
     def plain(op: Callable, **options) -> Way:
         return Way(lambda weights: product.call(op, x, weights, given, **options), x, given)
 
-    if study in ("eight-bits", "outliers") and format != "bf16":
-        yield from _of_rounded_rows(product, x, given, study)
+    if study == "eight-bits" and format != "bf16":
+        yield from _of_rounded_rows(product, x, given)
     elif study == "hopper" and format == "bf16":
         yield from _algorithms(product, x)
         if product.call(hopper_gemm.supports, x, product.sets[0], given) is None:
@@ -62,7 +61,7 @@ def ways(product: Product, x: torch.Tensor, given: dict, study: str) -> Iterator
             yield "hopper_gemm", plain(hopper_gemm.triton)
         yield "passes", plain(hopper_gemm.instead)._replace(allowed=4.0)
     elif study == "hopper":
-        yield from _of_rounded_rows(product, x, given, study)
+        yield from _of_rounded_rows(product, x, given)
     else:
         full, op = format == "bf16", product.op
         yield ("torch" if full else "written out"), plain(op.instead)
@@ -70,41 +69,27 @@ def ways(product: Product, x: torch.Tensor, given: dict, study: str) -> Iterator
             yield "cublaslt", plain(full_in_passes, linear=LinearChooser())
         if product.call(op.supports, x, product.sets[0], given) is None or TOY:
             yield "chosen", plain(op.triton)
-        if study == "crossover" and not full:
-            kind, multiply = (FP8, fp8_linear) if format == "fp8" else (torch.int8, int8_linear)
-            norm, rest = given.get("norm"), {name: one for name, one in given.items() if name != "norm"}
-
-            def rounded(weights: list) -> torch.Tensor:
-                return product.call(multiply, quantize_rows(x, norm=norm, dtype=kind), weights, rest)
-
-            yield "rounded", Way(rounded, quantize_rows(x, norm=norm, dtype=kind), rest, ALLOWED[format])
 
 
-def _of_rounded_rows(product: Product, x: torch.Tensor, given: dict, study: str) -> Iterator[tuple[str, Way]]:
+def _of_rounded_rows(product: Product, x: torch.Tensor, given: dict) -> Iterator[tuple[str, Way]]:
     """Rows that are rounded before, which is timed by itself. 8 bits times 8 bits."""
     kind = FP8 if product.format == "fp8" else torch.int8
-    threshold = 6.0 if study == "outliers" else None
-    rows = quantize_rows(x, dtype=kind, outliers=threshold)
+    rows = quantize_rows(x, dtype=kind)
     rest = {name: one for name, one in given.items() if name != "norm"}
 
     def plain(op: Callable, **options) -> Way:
         call = lambda weights: product.call(op, rows, weights, rest, **options)  # noqa: E731
         return Way(call, rows, rest, ALLOWED[product.format])
 
-    yield "rounding rows", Way(lambda weights: quantize_rows(x, dtype=kind, outliers=threshold), x, {}, checked=False)
+    yield "rounding rows", Way(lambda weights: quantize_rows(x, dtype=kind), x, {}, checked=False)
     if kind == FP8:
         if product.call(fp8_linear.supports, rows, product.sets[0], rest) is None:
             yield "fp8_linear", plain(fp8_in_passes)
             yield "fp8_linear, fast", plain(fp8_in_passes, fast=True)
     else:
-        if threshold is None:
-            multiply = lambda weights: [integer_product(rows.data, one.data) for one in weights]  # noqa: E731
-            yield "_int_mm", Way(multiply, rows, rest, checked=False)
-            yield "_int_mm and a pass", plain(int8_in_passes)
-        else:
-            bare = quantize_rows(x)
-            call = lambda weights: product.call(int8_linear.triton, bare, weights, rest)  # noqa: E731
-            yield "int8_linear, none taken out", Way(call, bare, rest, ALLOWED["int8"], checked=False)
+        multiply = lambda weights: [integer_product(rows.data, one.data) for one in weights]  # noqa: E731
+        yield "_int_mm", Way(multiply, rows, rest, checked=False)
+        yield "_int_mm and a pass", plain(int8_in_passes)
         yield "int8_linear", plain(int8_linear.triton)
     if product.call(partial(hopper_gemm.supports, fast=True), rows, product.sets[0], rest) is None:
         yield "hopper_gemm", plain(hopper_gemm.triton, fast=kind == FP8)
@@ -123,47 +108,38 @@ def _algorithms(product: Product, x: torch.Tensor) -> Iterator[tuple[str, Way]]:
         yield f"cuBLASLt {rank}, alone", Way(run, x, {}, checked=False)
 
 
-def inputs_of(study: str, product: Product, rows: int) -> Iterator[tuple[dict, torch.Tensor]]:
-    """What is told of it, and x (rows, K). Of outliers: by how many columns have one."""
+def inputs_of(product: Product, rows: int) -> torch.Tensor:
+    """(rows, K)"""
     torch.manual_seed(rows + 1)
-    x = rand(rows, product.k)
-    if study != "outliers" or product.format == "bf16":
-        yield {}, x
-        return
-    k = product.k
-    for count in (0, 3, 32, k // (4 * SHARE), k // SHARE, k // SHARE + 1):
-        planted = x.clamp(-4, 4)
-        planted[0, torch.randperm(k, device=DEVICE)[:count]] = 20.0
-        yield {"outliers": count}, planted
+    return rand(rows, product.k)
 
 
 def measured(study: str, product: Product, rows: int) -> Iterator[dict]:
     """A row a way: its time, or why it has none."""
-    for about, x in inputs_of(study, product, rows):
-        given = product.given(rows)
-        found: dict[str, dict] = {}
-        runs: dict[str, list[Callable]] = {}
-        own: dict[bool, tuple[torch.Tensor, float]] = {}
-        for name, way in ways(product, x, given, study):
-            found[name] = {"rows": rows, "format": product.format, "way": name} | about
-            try:
-                if way.checked:
-                    rounds = isinstance(way.x, QuantizedRows)
-                    exact, theirs = own.get(rounds) or own.setdefault(rounds, _exact(product, way))
-                    off = float((way.call(product.sets[0]).float() - exact).abs().max() / exact.abs().max())
-                    found[name] |= {"error": off, "torch_error": theirs}
-                    if not off <= way.allowed * (1 + TOY) * theirs + 1e-6:  # the interpreter cuts bf16 off
-                        raise ValueError(f"wrong by {off:.2e}, torch by {theirs:.2e}")
-                else:
-                    found[name]["whole"] = False
-                runs[name] = [partial(way.call, weights) for weights in product.sets]
-            except Exception as error:  # a tile that needs more than the card has, or one that is wrong
-                found[name]["failed"] = f"{type(error).__name__}: {str(error)[:100]}"
-        timed = times_us(runs, lambda name, error, found=found: found[name].update(failed=str(error)[:100]))
-        for name, us in timed.items():
-            rate = product.operations(rows) / us / 1e6
-            found[name] |= {"us": us, "tflop_s": round(rate, 1), "tb_s": round(product.nbytes / us / 1e6, 2)}
-        yield from found.values()
+    x, given = inputs_of(product, rows), product.given(rows)
+    found: dict[str, dict] = {}
+    runs: dict[str, list[Callable]] = {}
+    own: dict[bool, tuple[torch.Tensor, float]] = {}
+    for name, way in ways(product, x, given, study):
+        found[name] = {"rows": rows, "format": product.format, "way": name}
+        try:
+            if way.checked:
+                rounds = isinstance(way.x, QuantizedRows)
+                exact, theirs = own.get(rounds) or own.setdefault(rounds, _exact(product, way))
+                off = float((way.call(product.sets[0]).float() - exact).abs().max() / exact.abs().max())
+                found[name] |= {"error": off, "torch_error": theirs}
+                if not off <= way.allowed * (1 + TOY) * theirs + 1e-6:  # the interpreter cuts bf16 off
+                    raise ValueError(f"wrong by {off:.2e}, torch by {theirs:.2e}")
+            else:
+                found[name]["whole"] = False
+            runs[name] = [partial(way.call, weights) for weights in product.sets]
+        except Exception as error:  # a tile that needs more than the card has, or one that is wrong
+            found[name]["failed"] = f"{type(error).__name__}: {str(error)[:100]}"
+    timed = times_us(runs, lambda name, error, found=found: found[name].update(failed=str(error)[:100]))
+    for name, us in timed.items():
+        rate = product.operations(rows) / us / 1e6
+        found[name] |= {"us": us, "tflop_s": round(rate, 1), "tb_s": round(product.nbytes / us / 1e6, 2)}
+    yield from found.values()
 
 
 def _exact(product: Product, way: Way) -> tuple[torch.Tensor, float]:
@@ -191,9 +167,7 @@ PLANS = {
     "one-row": Plan(("narrow",), (1,), ("bf16", "int8", "int4")),
     "four-bits": Plan(("llama-8b", "qwen3-8b"), (1, 8, 16), ("bf16", "int8", "int4", "int4-g64")),
     "many-rows": Plan(LLAMA, (96, 128, 144, 192, 256, 384, 512), ALL),
-    "crossover": Plan(("llama-8b", "narrow"), (8, 16, 24, 32, 40, 48, 56, 64), ("int8", "fp8")),
     "eight-bits": Plan(LLAMA, (128, 512, 2048, 8192), ("bf16", "int8", "fp8")),
-    "outliers": Plan(LLAMA, (2048,), ("bf16", "int8")),
     "hopper": Plan((), (), ("bf16", "int8", "fp8")),
     "blocks": Plan(LLAMA, (1, 2, 8, 16, 64, 128, 512, 2048), ("bf16", "nf4-nested", "Q4_K", "Q6_K", "Q8_0")),
 }
@@ -214,7 +188,7 @@ def problems(study: str, plan: Plan, rows: list[int]) -> Iterator[tuple[dict, Si
 def sums(rows: list[dict]) -> dict[str, float]:
     """Milliseconds of all layers by model, rows, format and way, where it has a time for each product of a layer."""
     times: dict[tuple, dict[str, float]] = {}
-    for row in (row for row in rows if "us" in row and "model" in row and not row.get("outliers")):
+    for row in (row for row in rows if "us" in row and "model" in row):
         key = (row["model"], row["rows"], row["format"])
         times.setdefault((*key, row["way"]), {})[row["product"]] = row["us"]
         if row.get("whole", True):
@@ -229,42 +203,21 @@ def sums(rows: list[dict]) -> dict[str, float]:
     }
 
 
-def rounding(columns: int, norm: bool) -> dict[str, float]:
-    """Microseconds of rounding 2048 rows with three columns of outliers: without them, found in the call, known."""
-    count, planted = (16, [3, 5, 7]) if TOY else (2048, [3, 500, 777])
-    columns //= UNIT
-    inputs = [rand(count, columns) for _ in range(2 if TOY else 12)]
-    for x in inputs:
-        x[:, planted] *= 20
-    given = Norm(torch.ones(columns, device=DEVICE, dtype=torch.bfloat16), None, 1e-5) if norm else None
-    known = torch.tensor(planted, device=DEVICE)
-    outliers = {"none": None, "found, above 6": 6.0, "known": known}
-    runs = {
-        name: [partial(quantize_rows.triton, x, norm=given, outliers=one) for x in inputs]
-        for name, one in outliers.items()
-    }
-    return {"columns": columns, "norm": norm} | times_us(runs)
-
-
 def main(out: Path, study: str = "few-rows", rows: str = "", only: str = "", formats: str = ""):
     """only: products whose names have this word. rows, formats: others than those of the study."""
     plan = PLANS[study]
     kinds = formats.split(",") if formats else plan.formats
-    record = Study(study, out, __doc__.splitlines()[0], rows=[], rounding=[])
+    record = Study(study, out, __doc__.splitlines()[0], rows=[])
     chosen = [one for one in problems(study, plan, numbers(rows) or list(plan.rows)) if only in one[0]["product"]]
     for about, sizes, counts in chosen:
         for format in kinds:
             product = Product(sizes, format, 1 if study == "hopper" else 0)
-            compile_ahead([partial(way.call, product.sets[0]) for count in counts
-                           for _, x in inputs_of(study, product, count)
-                           for _, way in ways(product, x, product.given(count), study)])  # fmt: skip
+            found = (ways(product, inputs_of(product, count), product.given(count), study) for count in counts)
+            compile_ahead([partial(way.call, product.sets[0]) for each in found for _, way in each])
             for count in counts:
                 for row in measured(study, product, count):
                     record.add("rows", about | row)
             del product
-    if study == "outliers":
-        for columns, norm in ((4096, True), (4096, False), (14336, False)):
-            record.add("rounding", rounding(columns, norm))
     record.body["sums"] = sums(record.body["rows"])
     record.save()
     record.show(record.body["sums"])

@@ -1,4 +1,4 @@
-"""Whole calls and profiles of forwards at toy sizes: what they write, and what a failure leaves."""
+"""Profiles of forwards at toy sizes: what they write, and what a failure leaves."""
 
 import json
 
@@ -7,42 +7,10 @@ import torch
 
 import accel
 from accel.bench.diffusion.cases import CASES
-from benchmarks.models import calls, launches
+from benchmarks.models import launches
 from benchmarks.study import Study
 
 pytestmark = pytest.mark.usefixtures("few_objects")
-
-
-def run(out, names, **given):
-    calls.main(names, out, **given)
-    return [json.loads((out / f"cpu-{name}-call.json").read_text()) for name in names.split(",")]
-
-
-def test_transformers_draw_images_from_embeddings(tmp_path, monkeypatch):
-    compiled = []
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda module, **options: compiled.append(type(module).__name__))
-    for found in run(tmp_path, "flux,zimage", compiled=True):
-        (row,) = found["schedulers"].values()
-        assert found["failed"] == row["failed"] == [] and row["quality"]["passed"]
-        assert all(row[name]["median_ms"] > 0 for name in ("stock", "accel", "compile"))
-    assert {"FluxTransformerBlock", "FluxSingleTransformerBlock", "ZImageTransformerBlock"} == set(compiled)
-
-
-def test_step_caches_are_timed_too(tmp_path):
-    (found,) = run(tmp_path, "flux", intervals="2")
-    plain, *cached = found["schedulers"].values()
-    assert found["failed"] == [] and "step_cache" not in plain
-    assert [row["step_cache"] for row in cached] == [2] and all(row["accel"]["median_ms"] > 0 for row in cached)
-
-
-def test_what_fails_leaves_what_was_measured_and_the_next_case(tmp_path, monkeypatch):
-    def fails(pipe, **options):
-        raise RuntimeError("no luck")
-
-    monkeypatch.setattr(accel, "optimize", fails)
-    for found in run(tmp_path, "flux,zimage"):
-        (row,) = found["schedulers"].values()
-        assert row["failed"][0]["reason"] == "RuntimeError: no luck" and "stock" in row and "accel" not in row
 
 
 def test_kernels_are_grouped_by_their_names():

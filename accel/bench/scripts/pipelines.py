@@ -18,8 +18,6 @@ TINY_XL |= dict(down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"), transf
 TINY_XL |= dict(up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"), projection_class_embeddings_input_dim=56)
 TINY_FLUX = configs.FLUX_DEV | dict(num_layers=2, num_single_layers=2, attention_head_dim=16, num_attention_heads=2)
 TINY_FLUX |= dict(joint_attention_dim=32, pooled_projection_dim=32, axes_dims_rope=(4, 4, 8))
-TINY_Z_IMAGE: dict = dict(dim=32, n_layers=1, n_refiner_layers=1, n_heads=2, n_kv_heads=2, cap_feat_dim=32)
-TINY_Z_IMAGE |= dict(axes_dims=[4, 4, 8], axes_lens=[1024, 16, 16])
 
 
 def tokenizer() -> Any:
@@ -107,22 +105,10 @@ def flux(size: Size, transformer: nn.Module | None = None) -> Any:
 
 
 def flux_vae(size: Size) -> nn.Module:
-    """Of Flux.1 and Z-Image."""
+    """Of Flux.1."""
     changes: dict = dict(latent_channels=16, use_quant_conv=False, use_post_quant_conv=False)
     changes |= dict(scaling_factor=0.3611, shift_factor=0.1159)
     return random_model("AutoencoderKL", size(configs.SD_VAE, TINY_VAE) | changes, size.device, size.bf16)
-
-
-def z_image(size: Size) -> tuple[Any, dict]:
-    """Z-Image-Turbo without a text encoder, and what a call of it is given."""
-    import diffusers
-
-    config = whole_config("ZImageTransformer2DModel", size(configs.Z_IMAGE_TURBO, TINY_Z_IMAGE))
-    transformer = random_model("ZImageTransformer2DModel", config, size.device, size.bf16)
-    shifts = diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0)
-    embeds = [size.randn(size(100, 8), config["cap_feat_dim"], dtype=size.bf16)]
-    pipe = _quiet(diffusers.ZImagePipeline(shifts, flux_vae(size), None, None, transformer))
-    return pipe, dict(prompt_embeds=embeds, guidance_scale=0.0, height=size(1024, 64), width=size(1024, 64))
 
 
 def flux_transformer(size: Size, **changes: Any) -> nn.Module:
