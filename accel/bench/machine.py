@@ -5,10 +5,11 @@ import platform
 import re
 import subprocess
 from datetime import datetime, timezone
-from importlib import metadata
 from pathlib import Path
 
 import torch
+
+from accel.libraries.versions import installed
 
 PACKAGES = ("torch", "triton", "transformers", "diffusers")
 
@@ -20,13 +21,6 @@ def _output(command: list[str], folder: Path | None = None) -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip().split("\n")[0].strip() or None
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def machine(device: torch.device) -> dict:
@@ -41,7 +35,7 @@ def machine(device: torch.device) -> dict:
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
     }
-    return facts | {package: _version(package) for package in PACKAGES}
+    return facts | {package: installed(package) for package in PACKAGES}
 
 
 def slug(device: torch.device) -> str:

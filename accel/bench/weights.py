@@ -52,6 +52,16 @@ def random_model(
     return module.eval().requires_grad_(False)
 
 
+def random_transformer(class_name: str, config: Any, device: torch.device, dtype: torch.dtype) -> Any:
+    """A model of transformers in evaluation mode, the same for the same device and dtype."""
+    import transformers
+
+    torch.manual_seed(SEED)
+    with device:
+        model = getattr(transformers, class_name)(config)
+    return model.to(dtype).eval().requires_grad_(False)
+
+
 def _alone(buffer: torch.Tensor | None) -> torch.Tensor | None:
     """A buffer that is no view: a view keeps the tensor in float32 that it was made from, which no loaded model has."""
     return buffer if buffer is None or buffer._base is None else buffer.detach().clone()

@@ -9,6 +9,7 @@ import accel
 from accel.bench.llm.models import beside
 from accel.bench.results import reported
 from accel.bench.timing import compare_times
+from accel.bench.weights import random_transformer
 
 SECONDS = 30  # of a window
 RECORDINGS = 16  # at a time; on a CPU, where this is a check alone, 2
@@ -31,15 +32,14 @@ def build_whisper(name: str, device: torch.device, dtype: torch.dtype) -> Any:
     import transformers
 
     ends = {"eos_token_id": END, "pad_token_id": END, "bos_token_id": END, "decoder_start_token_id": START}
-    torch.manual_seed(0)
-    with device:
-        model = transformers.WhisperForConditionalGeneration(transformers.WhisperConfig(**SPEECH[name], **ends))
-    config: Any = model.generation_config
+    config = transformers.WhisperConfig(**SPEECH[name], **ends)
+    model = random_transformer("WhisperForConditionalGeneration", config, device, dtype)
+    config = model.generation_config
     config.suppress_tokens, config.begin_suppress_tokens = list(range(END, SPEECH[name]["vocab_size"])), None
     config.lang_to_id, config.task_to_id = {"<|en|>": ENGLISH}, {"translate": TRANSLATE, "transcribe": TRANSCRIBE}
     config.is_multilingual, config.no_timestamps_token_id, config.prev_sot_token_id = True, UNTIMED, PREVIOUS
     config.max_initial_timestamp_index, config.return_timestamps = 50, False
-    return model.to(dtype).eval().requires_grad_(False)
+    return model
 
 
 def measure_speech(name: str, device: torch.device, clips: int, windows: int, budget_s: float) -> dict:

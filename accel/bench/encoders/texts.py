@@ -12,6 +12,7 @@ import accel
 from accel.bench.llm.models import beside
 from accel.bench.results import reported
 from accel.bench.timing import compare_times, synchronize
+from accel.bench.weights import random_transformer
 from accel.comparison import relative_rms
 
 SHORTEST, LONGEST, QUERY = 10, 500, 16
@@ -50,11 +51,7 @@ def build_encoder(one: Encoder, device: torch.device, dtype: torch.dtype) -> Any
     """The model with random weights."""
     import transformers
 
-    kind, config, given = one
-    torch.manual_seed(0)
-    with device:
-        model = getattr(transformers, kind)(getattr(transformers, config)(**given))
-    return model.to(dtype).eval().requires_grad_(False)
+    return random_transformer(one.model, getattr(transformers, one.config)(**one.given), device, dtype)
 
 
 Batch = dict[str, torch.Tensor]
@@ -97,7 +94,6 @@ def measure_encoder(
     size: int,
     compiled: bool,
     budget_s: float,
-    query: bool = True,
     int8: bool = False,
 ) -> dict:
     """Real tokens a second of all texts, by each way in turns, and milliseconds of one query.
@@ -138,12 +134,11 @@ def measure_encoder(
         row["ways"] = {
             way: one.to_dict() | {"tokens_s": round(1e3 * tokens / one.median_ms)} for way, one in times.items()
         }
-        if query:
-            ids = some[0].new_full((1, QUERY), 5).to(device)
-            one = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-            asked = {"stock": partial(_asked, stock, one), "accel": partial(_asked, fast, one)}
-            found = compare_times(asked, device, budget_s=min(1.0, budget_s), warmup=20)
-            row["query"] = {way: one.to_dict() for way, one in found.items()}
+        ids = some[0].new_full((1, QUERY), 5).to(device)
+        one = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        asked = {"stock": partial(_asked, stock, one), "accel": partial(_asked, fast, one)}
+        found = compare_times(asked, device, budget_s=min(1.0, budget_s), warmup=20)
+        row["query"] = {way: one.to_dict() for way, one in found.items()}
     return row | reported(*[*models.values()][1:])
 
 

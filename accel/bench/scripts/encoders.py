@@ -5,8 +5,8 @@ from typing import Any
 import torch
 
 from accel.bench.scripts.generation import TINY
-from accel.bench.scripts.pipelines import random_encoder
 from accel.bench.scripts.script import Built, Script, Size, script
+from accel.bench.weights import random_transformer
 
 SMALL = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2)
 
@@ -14,7 +14,7 @@ SMALL = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_atte
 def _made(size: Size, class_name: str, kind: str, real: dict, tiny: dict) -> Any:
     from transformers import AutoConfig
 
-    return random_encoder(class_name, size, AutoConfig.for_model(kind, **size(real, tiny)), size.bf16)
+    return random_transformer(class_name, AutoConfig.for_model(kind, **size(real, tiny)), size.device, size.bf16)
 
 
 def embedding(

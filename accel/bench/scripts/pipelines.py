@@ -8,7 +8,7 @@ from torch import nn
 from accel.bench.diffusion import configs
 from accel.bench.diffusion.configs import whole_config
 from accel.bench.scripts.script import Size
-from accel.bench.weights import SEED, random_model
+from accel.bench.weights import SEED, random_model, random_transformer
 
 PROMPT = "a photograph of an astronaut riding a horse"
 TINY_VAE = dict(configs.SD_VAE, block_out_channels=(8, 8, 16, 16), layers_per_block=1, norm_num_groups=4)
@@ -29,16 +29,6 @@ def tokenizer() -> Any:
     return CLIPTokenizer({word: number for number, word in enumerate(words)}, [], model_max_length=77)
 
 
-def random_encoder(kind: str, size: Size, config: Any, dtype: torch.dtype) -> nn.Module:
-    """A model of transformers, the same for the same device and dtype."""
-    import transformers
-
-    torch.manual_seed(SEED)
-    with torch.device(size.device):
-        model = getattr(transformers, kind)(config)
-    return model.to(dtype).eval().requires_grad_(False)
-
-
 def clip_text(size: Size, large: bool = False) -> nn.Module:
     """A text encoder of SD1.5, or with `large` the second one of SDXL."""
     from transformers import CLIPTextConfig
@@ -50,7 +40,7 @@ def clip_text(size: Size, large: bool = False) -> nn.Module:
     tiny = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
     tiny |= dict(projection_dim=32, vocab_size=200, bos_token_id=188, eos_token_id=189, pad_token_id=189)
     kind = "CLIPTextModelWithProjection" if large else "CLIPTextModel"
-    return random_encoder(kind, size, CLIPTextConfig(**size(given, tiny)), size.fp16)
+    return random_transformer(kind, CLIPTextConfig(**size(given, tiny)), size.device, size.fp16)
 
 
 def vae(size: Size, **changes: Any) -> nn.Module:

@@ -22,6 +22,19 @@ def _of_both(name: str) -> Any:
     return of_both
 
 
+def _of_index(name: str) -> Any:
+    """What the index keys have by this name, which can be assigned; None where they have none."""
+
+    def read(self: "IndexedStoreLayer") -> Any:
+        return getattr(self.keys_of_index, name, None)
+
+    def assign(self: "IndexedStoreLayer", value: Any) -> None:
+        setattr(self.keys_of_index, name, value)
+
+    read.__name__ = name
+    return property(steps_aside(read), assign)
+
+
 class IndexedStoreLayer(StoreLayer, DynamicIndexedLayer):
     """One layer of a Store, used as a DynamicIndexedLayer, in the place of `before`.
 
@@ -41,29 +54,10 @@ class IndexedStoreLayer(StoreLayer, DynamicIndexedLayer):
     def stock(self) -> DynamicIndexedLayer:
         return self.keys_of_index
 
-    @property
-    @steps_aside
-    def indexer_keys(self) -> torch.Tensor | None:
-        """(rows, tokens, D), None before the first token."""
-        return self.keys_of_index.indexer_keys
-
-    @indexer_keys.setter
-    def indexer_keys(self, keys: torch.Tensor | None) -> None:
-        self.keys_of_index.indexer_keys = keys
-
-    @property
-    @steps_aside
-    def indexer_position_ids(self) -> torch.Tensor | None:
-        return getattr(self.keys_of_index, "indexer_position_ids", None)
-
-    @indexer_position_ids.setter
-    def indexer_position_ids(self, positions: torch.Tensor | None) -> None:
-        self.keys_of_index.indexer_position_ids = positions
-
-    @property
-    @steps_aside
-    def is_indexer_initialized(self) -> bool:
-        return self.keys_of_index.is_indexer_initialized
+    # (rows, tokens, D) and their places, None before the first token.
+    indexer_keys, indexer_position_ids, is_indexer_initialized = map(
+        _of_index, ("indexer_keys", "indexer_position_ids", "is_indexer_initialized")
+    )
 
     @steps_aside
     def lazy_initialization_indexer(self, *args: Any, **kwargs: Any) -> None:

@@ -36,10 +36,10 @@ def leaving(name: str) -> Callable:
     return steps_aside(called)
 
 
-def left(name: str) -> Any:
-    """The same of a property, which can be assigned."""
+def left(name: str, read: Callable[[Any], Any] | None = None) -> Any:
+    """The same of a property, which can be assigned. read: gives it, where that takes no stock layer."""
 
-    def read(self: "LayerOfStore") -> Any:
+    def leave_and_read(self: "LayerOfStore") -> Any:
         self.leave()
         return getattr(self, name)
 
@@ -47,6 +47,7 @@ def left(name: str) -> Any:
         self.leave()
         setattr(self, name, value)
 
+    read = read or leave_and_read
     read.__name__ = name
     return property(steps_aside(read), assign)
 

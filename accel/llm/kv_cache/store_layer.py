@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from accel.libraries.cache import DynamicLayer, DynamicSlidingWindowLayer
-from accel.llm.kv_cache.layer_of_store import LayerOfStore, steps_aside
+from accel.llm.kv_cache.layer_of_store import LayerOfStore, left, steps_aside
 from accel.llm.kv_cache.store import Store
 
 
@@ -40,26 +40,8 @@ class StoreLayer(DynamicLayer, LayerOfStore):
     def is_initialized(self) -> bool:
         return self.early or self.store.lengths[self.index] > 0  # there is room before a call's first layer writes
 
-    @property
-    @steps_aside
-    def keys(self) -> torch.Tensor | None:
-        """(rows, heads, tokens, dim), or None before the first token."""
-        return self._read(0)
-
-    @keys.setter
-    def keys(self, keys: torch.Tensor | None) -> None:
-        self.leave()
-        self.keys = keys
-
-    @property
-    @steps_aside
-    def values(self) -> torch.Tensor | None:
-        return self._read(1)
-
-    @values.setter
-    def values(self, values: torch.Tensor | None) -> None:
-        self.leave()
-        self.values = values
+    # (rows, heads, tokens, dim), or None before the first token.
+    keys, values = left("keys", lambda self: self._read(0)), left("values", lambda self: self._read(1))
 
     def _read(self, which: int) -> torch.Tensor | None:
         if self.index in self.store.requested or (self.shape.kv_dtype is not None and self.get_seq_length()):
