@@ -19,8 +19,8 @@ from accel_kernels.gemm.quantized.operands import permuted_activations_triton as
 from accel_kernels.gemm.quantized.operands import wgmma_operands_triton as warpgroup_factor
 from accel_kernels.norm.norm import reference
 
-from support.kernels.warp_partitions import MatrixDescriptor, Partitions
-from support.kernels.warpgroups import Array, Gluon, Pointer, rebuilt
+from support.kernels.warp_partitions import Partitions
+from support.kernels.warpgroups import Array, Descriptor, Gluon, Pointer, rebuilt
 
 OPERANDS = SimpleNamespace(primitive_bitwidth=16)
 
@@ -55,7 +55,7 @@ def emulate(
     low, rank = (Low(x, weights, (0, 0), False), 0) if low is None else (low, low.ups[0].shape[1])
     rows, width = columns // len(weights), rank if low.together else 64
     described = [
-        MatrixDescriptor(data, shape, OPERANDS, 2)
+        Descriptor(data, shape, 2, OPERANDS)
         for data, shape in (
             (x, (height, 64)),
             (weights[0], (rows, 64)),

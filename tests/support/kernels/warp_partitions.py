@@ -8,39 +8,12 @@ sums, and a phase that never comes raises.
 import random
 import threading
 import time
-from types import SimpleNamespace
 
 import numpy as np
 
-from support.kernels.warpgroups import Array, Gluon
+from support.kernels.warpgroups import Array, Barriers, Gluon, Ring
 
 PATIENCE = 20.0  # seconds, after which a wait counts as one without end
-
-
-class Shared:
-    """Shared memory, or a buffer of it."""
-
-    layout = None
-
-    def __init__(self, data, dtype):
-        self.data, self.dtype = data, dtype
-
-    @property
-    def shape(self):
-        return self.data.shape
-
-    def index(self, slot):
-        assert 0 <= int(slot) < len(self.data)
-        return Shared(self.data[int(slot)], self.dtype)
-
-    def permute(self, order):
-        return Shared(self.data.transpose(order), self.dtype)
-
-    def reinterpret(self, dtype, shape, layout):
-        return Shared(self.data.reshape(shape), dtype)
-
-    def store(self, values):
-        self.data[...] = values.data
 
 
 class CountingBarrier:
@@ -75,30 +48,6 @@ class CountingBarrier:
                     raise TimeoutError("a wait for a phase that does not come")
 
 
-class Bars:
-    def __init__(self, count, changed):
-        self.all = [CountingBarrier(changed) for _ in range(count)]
-
-    def index(self, slot):
-        assert 0 <= int(slot) < len(self.all)
-        return self.all[int(slot)]
-
-
-class MatrixDescriptor:
-    """A matrix in memory and the box that a copy moves. itemsize: bytes that an element counts."""
-
-    layout = None
-
-    def __init__(self, data, box, dtype, itemsize):
-        self.data, self.dtype, self.itemsize = data, dtype, itemsize
-        self.block_type = SimpleNamespace(shape=list(box))
-
-    def part(self, place):
-        row, column = (int(one) for one in place)
-        high, wide = self.block_type.shape
-        return self.data[row : row + high, column : column + wide]
-
-
 class Partitions(Gluon):
     """Stands for `gl`, and for the instructions of Hopper. dtype: of the operands. seed: of who runs when."""
 
@@ -117,8 +66,8 @@ class Partitions(Gluon):
 
     def allocate_shared_memory(self, dtype, shape, layout):
         if shape[1:] == [1]:
-            return Bars(shape[0], self.changed)
-        return Shared(np.full(shape, np.nan), dtype)
+            return Barriers(CountingBarrier(self.changed) for _ in range(shape[0]))
+        return Ring(np.full(shape, np.nan), dtype)
 
     def init(self, barrier, count):
         barrier.count = barrier.missing = count
@@ -137,13 +86,13 @@ class Partitions(Gluon):
 
     def start_load(self, descriptor, place, barrier, buffer):
         place = [int(one) for one in place]
-        size = buffer.data.size * descriptor.itemsize
+        size = buffer.data.size * descriptor.size
         assert list(buffer.shape) == descriptor.block_type.shape
 
+        filling = descriptor.loading(place, buffer)
+
         def load():
-            found = descriptor.part(place)
-            buffer.data[...] = 0
-            buffer.data[: found.shape[0], : found.shape[1]] = found
+            filling()
             barrier.loaded(size)
 
         if self.at_once:

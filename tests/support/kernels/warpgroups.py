@@ -80,17 +80,27 @@ class Pointer:
 class Ring:
     """Shared memory, or a buffer of it."""
 
-    def __init__(self, data):
-        self.data = data
+    layout = None
+
+    def __init__(self, data, dtype=None):
+        self.data, self.dtype = data, dtype
+
+    @property
+    def shape(self):
+        return self.data.shape
 
     def index(self, slot):
-        return Ring(self.data[int(slot)])
+        assert 0 <= int(slot) < len(self.data)
+        return Ring(self.data[int(slot)], self.dtype)
 
     def permute(self, order):
-        return Ring(self.data.transpose(order))
+        return Ring(self.data.transpose(order), self.dtype)
 
     def slice(self, start, length, dim):
         return Ring(self.data[start : start + length] if dim == 0 else self.data[:, start : start + length])
+
+    def reinterpret(self, dtype, shape, layout):
+        return Ring(self.data.reshape(shape), dtype)
 
     def load(self, layout):
         return Array(self.data.copy())
@@ -100,10 +110,11 @@ class Ring:
 
 
 class Barriers:
-    def __init__(self, count):
-        self.all = [Barrier() for _ in range(count)]
+    def __init__(self, every):
+        self.all = list(every)
 
     def index(self, slot):
+        assert 0 <= int(slot) < len(self.all)
         return self.all[int(slot)]
 
 
@@ -121,13 +132,28 @@ class Barrier:
 
 
 class Descriptor:
+    """A matrix in memory and the box that a copy moves. size: bytes that an element counts."""
+
     layout = None
 
-    dtype = "dtype"
+    def __init__(self, data, box, size, dtype="dtype"):
+        self.data, self.dtype, self.size = data, dtype, size
+        self.block_type = SimpleNamespace(shape=list(box), nbytes=box[0] * box[1] * size)
 
-    def __init__(self, data, box, size):
-        self.data, self.box, self.size = data, box, size
-        self.block_type = SimpleNamespace(shape=box, nbytes=box[0] * box[1] * size)
+    def part(self, place):
+        row, column = (int(one) for one in place)
+        high, wide = self.block_type.shape
+        return self.data[row : row + high, column : column + wide]
+
+    def loading(self, place, buffer):
+        """What fills the buffer with the box at this place, zeros where there is no matrix."""
+
+        def load():
+            found = self.part(place)
+            buffer.data[...] = 0
+            buffer.data[: found.shape[0], : found.shape[1]] = found
+
+        return load
 
 
 class Gluon:
@@ -186,7 +212,7 @@ class Gluon:
         return Array(before)
 
     def allocate_shared_memory(self, dtype, shape, layout):
-        return Barriers(shape[0]) if shape[1:] == [1] else Ring(np.full(shape, np.nan))
+        return Barriers(Barrier() for _ in range(shape[0])) if shape[1:] == [1] else Ring(np.full(shape, np.nan))
 
     def init(self, barrier, count):
         assert count == 1
@@ -202,16 +228,9 @@ class Gluon:
     def start_load(self, descriptor, place, barrier, ring, pred):
         if not pred:
             return
-        high, wide = descriptor.box
-        row, column = (int(one) for one in place)
-
-        def load():
-            found = descriptor.data[row : row + high, column : column + wide]
-            ring.data[...] = 0
-            ring.data[: found.shape[0], : found.shape[1]] = found
-
+        load = descriptor.loading([int(one) for one in place], ring)
         assert barrier.expected, "a load that no barrier expects"
-        barrier.owed -= high * wide * descriptor.size
+        barrier.owed -= descriptor.block_type.nbytes
         if self.at_once:
             load()
         else:
