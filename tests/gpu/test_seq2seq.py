@@ -11,6 +11,7 @@ from accel.cuda_graphs.fingerprint import Fingerprint
 from accel.libraries.cache import cache_of
 from accel.seq2seq.memory_attention import MemoryStep
 from accel.seq2seq.processors import quicker
+from support.kernels.waiting import waits_noted
 from support.noted import noted
 
 pytestmark = pytest.mark.usefixtures("exact")
@@ -122,9 +123,6 @@ def test_processors_of_speech_give_what_stock_gives_and_never_wait():
         scores = 3 * torch.randn(8, 51866, device="cuda")
         wanted = theirs(ids, scores)
         ours(ids, scores)  # masks are made once, and kernels compiled
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with waits_noted("error"):
             found = ours(ids, scores)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         assert torch.equal(found, wanted)

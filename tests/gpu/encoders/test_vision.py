@@ -2,7 +2,6 @@
 
 import copy
 import importlib
-import warnings
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ import transformers as t
 import accel
 from accel.comparison import worst_rms
 from accel.encoders.inputs import tensors_of
+from support.kernels.waiting import texts_of, waits_noted
 
 DINO = {"hidden_size": 288, "num_hidden_layers": 3, "num_attention_heads": 4, "patch_size": 14, "image_size": 98}
 VIT = DINO | {"intermediate_size": 512}
@@ -82,15 +82,9 @@ def test_batches_of_images(name):
 
 def waits(model, call):
     """How often a call waits for the GPU."""
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("warn")
-    try:
-        with warnings.catch_warnings(record=True) as seen:
-            warnings.simplefilter("always")
-            model(**call)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    return len([one for one in seen if "synchroniz" in str(one.message)])
+    with waits_noted() as seen:
+        model(**call)
+    return len(texts_of(seen))
 
 
 @pytest.mark.parametrize("name", TOWERS)

@@ -13,6 +13,7 @@ from accel_kernels.moe.tiles import DEQUANTIZED, GEMV, TILES
 from accel_kernels.trials import Trials
 
 from support.kernels.numbers import assert_scaled_product
+from support.kernels.waiting import waits_noted
 
 WARPGROUPS_HERE = torch.cuda.is_available() and has(torch.device("cuda"), Feature.WARPGROUPS)
 WARPGROUPS = ("grouped-64-int4", "grouped-128-mxfp4")  # on Hopper
@@ -253,11 +254,8 @@ def test_nothing_waits_for_the_device():
     x, weight = torch.randn(64, 512, device="cuda").bfloat16(), weight_of(256, 512)
     for outliers in (None, 6.0, torch.tensor([3, 5], device="cuda")):
         int8_linear(quantize_rows(x, outliers=outliers), weight)
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with waits_noted("error"):
             int8_linear(quantize_rows(x, outliers=outliers), weight)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("case", fp8_linear.cases, ids=lambda case: case.name)

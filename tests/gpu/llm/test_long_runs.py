@@ -4,7 +4,6 @@ import copy
 import gc
 import os
 import time
-import warnings
 
 import pytest
 import torch
@@ -19,6 +18,7 @@ from accel.llm.kv_cache.cache import store_of
 from accel.llm.runtime.kv_quantization import KV_DTYPES
 from support.device_memory import allocated
 from support.kernels.code_kernel import run, ties
+from support.kernels.waiting import texts_of, waits_noted
 from support.llm.calls import random_calls
 from support.llm.families import make, padded, prompt
 from support.llm.gpu import decode_graphs, new_pair, on_gpu
@@ -177,15 +177,9 @@ def waits(model, new: int, **call) -> int:
     """How often the host waits for the GPU in one call of generate."""
     lengths = (9, 5) if call.pop("pad", False) else (9,)
     ids, mask = on_gpu(*padded(lengths))
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("warn")
-    try:
-        with warnings.catch_warnings(record=True) as seen:
-            warnings.simplefilter("always")
-            model.generate(ids, attention_mask=mask, **({"do_sample": False, "max_new_tokens": new} | call))
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    return sum("synchroniz" in str(warning.message) for warning in seen)
+    with waits_noted() as seen:
+        model.generate(ids, attention_mask=mask, **({"do_sample": False, "max_new_tokens": new} | call))
+    return len(texts_of(seen))
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """Prompts with pictures on a GPU: steps behind them in graphs, in batches, and what they wait for."""
 
 import copy
-import warnings
 from functools import partial
 
 import pytest
@@ -9,6 +8,7 @@ import torch
 from transformers import GenerationConfig
 
 import accel
+from support.kernels.waiting import waits_noted
 from support.llm.multimodal import make
 from support.llm.outputs import generate, same
 
@@ -65,14 +65,8 @@ def test_nothing_waits_for_the_tower(name, generating):
         with torch.no_grad():
             for _ in range(3):
                 call(model)
-            torch.cuda.synchronize()
-            torch.cuda.set_sync_debug_mode("warn")
-            try:
-                with warnings.catch_warnings(record=True) as seen:
-                    warnings.simplefilter("always")
-                    call(model)
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
+            with waits_noted() as seen:
+                call(model)
         waits.append(["import_utils" in one.filename or "modeling_" in one.filename for one in seen].count(True))
     assert waits[1] < waits[0]
 

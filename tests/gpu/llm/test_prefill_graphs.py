@@ -3,7 +3,6 @@
 import copy
 import gc
 import time
-import warnings
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ import torch
 import accel
 from accel.cuda_graphs.runner import PATIENCE
 from accel.llm.generation.prefill import MOST_PROMPT, STEP, bucket_for
+from support.kernels.waiting import texts_of, waits_noted
 from support.llm.families import make, padded, prompt
 from support.llm.gpu import decode_graphs, new_pair, on_gpu, prefill_graphs, talk
 from support.llm.miniatures.mambas import MAMBAS
@@ -182,18 +182,12 @@ def test_a_prompt_without_a_mask_never_waits():
     ids = prompt(1, 20).cuda()
     for _ in range(3):
         ours(ids, logits_to_keep=1)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("warn")
-    try:
-        with warnings.catch_warnings(record=True) as seen:
-            warnings.simplefilter("always")
-            ours(ids, logits_to_keep=1)
-            replayed = len(seen)
-            ids.sum().item()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    with waits_noted() as seen:
+        ours(ids, logits_to_keep=1)
+        replayed = len(seen)
+        ids.sum().item()
     assert len(seen) > replayed, "the debug mode does not tell"
-    waits = [str(warning.message) for warning in seen[:replayed] if "synchroniz" in str(warning.message)]
+    waits = texts_of(seen[:replayed])
     # The store's addresses are copied to the GPU when it is made, as for any prompt.
     assert len(waits) <= len({shape.device for shape in vars(ours)["forward"].shapes()}), waits
 

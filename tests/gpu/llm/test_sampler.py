@@ -9,6 +9,7 @@ from accel.llm.batching.sampling import Sampling
 from accel.llm.kv_cache.layer_sets import layer_sets
 from accel.llm.kv_cache.paged_kv_cache import PagedKVCache, block_bytes
 from accel.llm.kv_cache.shape import Shape
+from support.kernels.waiting import waits_noted
 
 VOCABULARY, ROWS = 32003, 15
 SETTINGS = [
@@ -27,16 +28,7 @@ def filled(device):
     return sampler
 
 
-@pytest.fixture
-def strict():
-    """Whatever waits for the GPU raises."""
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    yield
-    torch.cuda.set_sync_debug_mode("default")
-
-
-def test_nothing_waits_and_ids_are_those_of_the_cpu(request):
+def test_nothing_waits_and_ids_are_those_of_the_cpu():
     logits = torch.randn(4, ROWS, VOCABULARY, generator=torch.Generator().manual_seed(0)).mul(2)
     rows, on_gpu = np.arange(ROWS)[::-1].copy(), logits.cuda()
     rows[7] = -1
@@ -44,13 +36,12 @@ def test_nothing_waits_and_ids_are_those_of_the_cpu(request):
     sampler = filled("cuda")
     sampler.draw(on_gpu[0], at, rows)  # compiles
     sampler = filled("cuda")
-    request.getfixturevalue("strict")
     found = []
-    for step in range(4):
-        if step == 2:
-            sampler.set(5, Sampling(1.0, penalty=1.1, seed=8), [1, 2, 3])
-        found.append(sampler.draw(on_gpu[step], at, rows)[0])
-    torch.cuda.set_sync_debug_mode("default")
+    with waits_noted("error"):
+        for step in range(4):
+            if step == 2:
+                sampler.set(5, Sampling(1.0, penalty=1.1, seed=8), [1, 2, 3])
+            found.append(sampler.draw(on_gpu[step], at, rows)[0])
     theirs = filled("cpu")
     differ = 0
     for step in range(4):
@@ -95,16 +86,12 @@ def test_tables_and_copies_arrive_in_order_and_without_waiting(codes):
     expected = [kept.clone() for kept in pool.kept]
     for kept in expected:
         kept[:, :, 5], kept[:, :, 6] = kept[:, :, 3].clone(), kept[:, :, 3].clone()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waits_noted("error"):
         for number in (70, 1, 30, 13):
             places, values = rng.permutation(table.size)[:number], rng.integers(0, 40, number).astype(np.int32)
             table.reshape(-1)[places] = values
             pool.upload(places, values)
         pool.copy([(3, 5), (5, 6)])
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert np.array_equal(pool.tables[torch.device("cuda")].tables.cpu().numpy(), table)
     for kept, wanted in zip(pool.kept, expected, strict=True):
         assert torch.equal(kept.float(), wanted.float())

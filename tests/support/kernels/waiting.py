@@ -1,4 +1,8 @@
-"""What would make the host wait for a GPU, or have no place in a CUDA graph, told on a CPU."""
+"""What makes the host wait for a GPU, as PyTorch tells, and what would, or has no place in a CUDA graph, on a CPU."""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -14,6 +18,24 @@ WAITING = {
     "equal",
     "is_nonzero",
 }
+
+
+@contextmanager
+def waits_noted(mode: str = "warn") -> Iterator[list[warnings.WarningMessage]]:
+    """What is warned of inside: each wait is. mode: "error", and a wait raises RuntimeError."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode(mode)
+    try:
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            yield seen
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def texts_of(seen: list[warnings.WarningMessage]) -> list[str]:
+    """Those of the waits among them."""
+    return [text for one in seen if "synchroniz" in (text := str(one.message))]
 
 
 class NothingWaits(TorchDispatchMode):

@@ -11,6 +11,7 @@ import accel
 from accel.llm.batching.engine import Engine
 from accel.llm.batching.limits import Limits
 from accel.llm.pipeline.stretch import StretchGraphs
+from support.kernels.waiting import waits_noted
 from support.llm.batching.engines import alone, finished, prompts_of, request
 from support.llm.batching.gpu_calls import as_alone, batch, batched, config_of
 from support.llm.batching.managers import collect
@@ -93,12 +94,9 @@ def test_a_step_waits_for_nothing_but_ids():
     engine = engine_over(ours)
     going(ours, engine)
     assert {row["path"] for row in batched(ours)} == {one.path for one in forward_over(ours).stretches}
-    torch.cuda.set_sync_debug_mode("error")  # which an event that is waited for is none of
-    try:
+    with waits_noted("error"):  # which an event that is waited for is none of
         for _ in range(40):  # looks at the model and new pages are among them
             engine.step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert len(engine.launched) == 2
     engine.close()
 

@@ -10,6 +10,7 @@ import accel
 from accel.bench.llm.models import device_map
 from accel.cuda_graphs.runner import GraphRunner
 from accel.llm.generation.loop.token_loop import TokenLoop
+from support.kernels.waiting import waits_noted
 from support.llm.calls import counting, followed_by_numbers
 from support.llm.families import layers, make, padded, prompt
 from support.llm.gpu import CARDS, DEEP, forward_over, on_gpu, pair_over, stretches_replayed
@@ -99,13 +100,10 @@ def test_a_step_waits_for_nothing():
         ours(token, position_ids=place, past_key_values=cache, use_cache=True)
         place += 1
     assert len(stretches_replayed(ours)) == 2
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waits_noted("error"):
         for _ in range(3):
             ours(token, position_ids=place, past_key_values=cache, use_cache=True)
             place += 1
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_a_cache_that_stock_has_filled_is_gone_on_with():
