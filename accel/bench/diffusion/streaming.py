@@ -1,6 +1,5 @@
 """What a budget of memory costs: calls of a model within several, beside the model that lies on the card as a whole."""
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,7 +11,7 @@ from torch import nn
 import accel
 from accel.bench.adapters import plain_subject
 from accel.bench.memory import device_bytes, device_peak, release
-from accel.bench.timing import synchronize
+from accel.bench.timing import Clock, seconds, synchronize
 from accel.libraries.experts import experts_of_a_token
 from accel.offload.blocks import sizes_of
 from accel.offload.budget import predicted_seconds, room_for_weights, streamed_blocks
@@ -42,9 +41,9 @@ def measure_budgets(name: str, device: torch.device, budgets: list[str], weights
         accel.optimize(model, weights=weights)
         found["accel, on the card"], wanted = _timed(model, call, device, before)
         for budget in budgets:
-            started = time.perf_counter()
+            clock = Clock()
             accel.optimize(model, memory=budget, weights=weights)
-            ready = time.perf_counter() - started
+            ready = clock.taken()
             row, got = _timed(model, call, device, before)
             held = streamed_model(model)
             assert held is not None
@@ -72,14 +71,14 @@ def _timed(
     end()
     release(device)
     with device_peak(device) as peak:
-        started = time.perf_counter()
+        clock = Clock()
         for i in range(steps):
             result = call(model, i)
         end()
         synchronize(device)
-        seconds = time.perf_counter() - started
+        took = clock.taken()
         result = call(model, 0)
-    return {"s": round(seconds / steps * STEPS, 3), "peak_gb": round((peak[0] - before) / 1e9, 2)}, result
+    return {"s": round(took / steps * STEPS, 3), "peak_gb": round((peak[0] - before) / 1e9, 2)}, result
 
 
 def _apart(got: torch.Tensor, wanted: torch.Tensor) -> float:
@@ -119,14 +118,7 @@ def speeds(device: torch.device) -> dict[str, float]:
 
 
 def _fastest(run: Callable[[], object], device: torch.device) -> float:
-    found = []
-    for _ in range(6):
-        synchronize(device)
-        started = time.perf_counter()
-        run()
-        synchronize(device)
-        found.append(time.perf_counter() - started)
-    return min(found)
+    return min(seconds(run, device) for _ in range(6))
 
 
 def in_fewer_bits(model: nn.Module, weights: str) -> None:
@@ -154,7 +146,7 @@ def on_paper(model: nn.Module, flops: float, beside: int | None, memory: str, kn
     read = sizes.rest + share * sum(sizes.blocks)
     compute = max(flops * read / sizes.total / known["rate"], read / known["memory"])
     moved = share * left * sizes.moved(streamed)
-    seconds = predicted_seconds(sizes, streamed, compute, known["bus"], 1.0)
+    took = predicted_seconds(sizes, streamed, compute, known["bus"], 1.0)
     return {
         "weights_gb": sizes.total / 1e9,
         "fits": sizes.on_card(streamed) <= room,
@@ -164,5 +156,5 @@ def on_paper(model: nn.Module, flops: float, beside: int | None, memory: str, kn
         "on_card_gb": sizes.on_card(streamed, copies) / 1e9,
         "moved_gb": moved / 1e9,
         "resident_s": compute,
-        "seconds": compute + moved / known["bus"] if sizes.experts else seconds,
+        "seconds": compute + moved / known["bus"] if sizes.experts else took,
     }
