@@ -11,7 +11,7 @@ import transformers as t
 import accel
 from accel.encoders.waiting_scores import FusedProducts, WaitingScores
 from accel.errors import Unfit
-from support.objects.encoders import BART, SIZES, assert_same_tensors, fallbacks, ids_and_mask
+from support.objects.encoders import BART, SIZES, assert_same_tensors, fallbacks, ids_and_mask, random_pair
 from support.state import assert_same_state, snapshot
 
 XLM = {"vocab_size": 64, "emb_dim": 32, "n_layers": 2, "n_heads": 4, "max_position_embeddings": 40, "pad_index": 2}
@@ -66,14 +66,8 @@ MODELS = {
 
 
 def made(name):
-    """A model with random norms and biases, and a deep copy of it that stays stock."""
     kind, config, *_ = MODELS[name]
-    torch.manual_seed(0)
-    model = kind(copy.deepcopy(config)).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(1.0 if parameter.dim() == 1 else 0.0, 0.3)
-    return model, copy.deepcopy(model)
+    return random_pair(lambda: kind(copy.deepcopy(config)), 0.3)
 
 
 @pytest.fixture

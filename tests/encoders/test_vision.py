@@ -10,7 +10,7 @@ import transformers as t
 import accel
 from accel.encoders.packing import blocks_of
 from accel.fusion.patch_embedding import is_patch_embedding
-from support.objects.encoders import assert_same_tensors
+from support.objects.encoders import assert_same_tensors, fallbacks, random_pair
 from support.state import assert_same_state, snapshot
 
 DINO2 = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 16, "patch_size": 4}
@@ -208,17 +208,7 @@ MODELS |= {
 
 
 def made(name):
-    """A model with random norms and biases, and a deep copy of it that stays stock."""
-    torch.manual_seed(0)
-    model = MODELS[name][0]().eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(1.0 if parameter.dim() == 1 else 0.0, 0.4)
-    return model, copy.deepcopy(model)
-
-
-def fallbacks(model):
-    return [reason for _, reason, _ in accel.report(model).fallbacks]
+    return random_pair(MODELS[name][0])
 
 
 @pytest.mark.parametrize("name", MODELS)

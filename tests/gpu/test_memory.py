@@ -11,13 +11,14 @@ import accel
 from accel.bench.memory import device_bytes, device_peak, release
 from accel.diffusion import tiling
 from accel.offload import budget
-from accel.offload.blocks import nbytes, sizes_of
-from accel.offload.budget import SLACK, Budget
+from accel.offload.blocks import nbytes
+from accel.offload.budget import Budget
 from accel.offload.call_hooks import streamed_model
 from accel.offload.memory import HostBuffer
 from accel.offload.streamed_model import StreamedModel
+from support.objects.streaming import flux_on_card, within
 
-CARD = torch.device("cuda", 0)
+CARD, ROOM = torch.device("cuda", 0), 2**28
 ALONE = pytest.mark.skipif("PYTEST_XDIST_WORKER" in os.environ, reason="reads the GPU's memory, which others take")
 
 
@@ -43,26 +44,6 @@ class Stack(nn.Module):
         return x
 
 
-def flux(layers=4, singles=8):
-    from diffusers import FluxTransformer2DModel
-
-    torch.manual_seed(0)
-    widths = {"joint_attention_dim": 512, "pooled_projection_dim": 256, "num_attention_heads": 8}
-    with torch.device("cuda"):
-        model = FluxTransformer2DModel(num_layers=layers, num_single_layers=singles, **widths).bfloat16().eval()
-        given = {"hidden_states": torch.randn(1, 1024, 64), "encoder_hidden_states": torch.randn(1, 64, 512)}
-        given |= {"pooled_projections": torch.randn(1, 256), "timestep": torch.tensor([0.5])}
-        given = {name: one.bfloat16() for name, one in given.items()}
-        given |= {"img_ids": torch.randn(1024, 3), "txt_ids": torch.zeros(64, 3)}
-    return model, lambda model: model(**given).sample
-
-
-def within(model, share, room=2**28):
-    """A budget in which about this share of what could stream has to, and so many bytes are left for calls."""
-    sizes = sizes_of(model)
-    return int(1.02 * sizes.total - share * sum(sizes.blocks) + 2 * max(sizes.blocks)) + SLACK + room
-
-
 @pytest.mark.parametrize("share", [0.4, 1.0])
 @pytest.mark.parametrize("pinned", ["all", "half", "none"])
 @torch.no_grad()
@@ -86,12 +67,12 @@ def test_blocks_stream_on_a_stream_of_their_own(share, pinned, monkeypatch):
 @pytest.mark.parametrize("graphs", [True, False])
 @torch.no_grad()
 def test_a_denoiser_is_equal_to_the_bit_and_its_graphs_replay(graphs):
-    model, call = flux()
+    model, call = flux_on_card()
     twin = accel.optimize(copy.deepcopy(model), graphs=graphs)
     wanted = [call(twin) for _ in range(16)][-1]
     stock = call(copy.deepcopy(model))
     before = {name: one.clone() for name, one in model.state_dict().items()}
-    accel.optimize(model, memory=within(model, 0.5), graphs=graphs)
+    accel.optimize(model, memory=within(model, 0.5, ROOM), graphs=graphs)
     for _ in range(20):
         got = call(model)
     assert torch.equal(got, wanted), float((got - wanted).abs().max())
@@ -115,7 +96,7 @@ def test_a_denoiser_is_equal_to_the_bit_and_its_graphs_replay(graphs):
 @ALONE
 @torch.no_grad()
 def test_the_device_never_has_more_in_use_than_allowed():
-    model, call = flux(8, 24)
+    model, call = flux_on_card(8, 24)
     wanted = call(copy.deepcopy(model))
     cap = within(model, 0.6, 2**29)
     model.cpu()
@@ -172,7 +153,7 @@ def test_a_language_model_streams(weights):
     twin = accel.optimize(copy.deepcopy(model), weights=weights)
     wanted = [twin.generate(ids, **call) for _ in range(3)][-1]
     quantized = accel.optimize(copy.deepcopy(model), weights=weights)
-    allowed = within(quantized, 0.6)
+    allowed = within(quantized, 0.6, ROOM)
     del quantized
     accel.optimize(model, memory=allowed, weights=weights)
     for _ in range(3):
@@ -187,10 +168,10 @@ def test_a_language_model_streams(weights):
 
 @torch.no_grad()
 def test_refused_pinning_and_an_error_in_mid_stream():
-    model, call = flux()
+    model, call = flux_on_card()
     twin = accel.optimize(copy.deepcopy(model), graphs=False)
     wanted = [call(twin) for _ in range(16)][-1]
-    accel.optimize(model, memory=within(model, 1.0), host_memory=nbytes(model) // 3, graphs=False)
+    accel.optimize(model, memory=within(model, 1.0, ROOM), host_memory=nbytes(model) // 3, graphs=False)
     broken = model.single_transformer_blocks[2].register_forward_pre_hook(lambda *given: 1 / 0)
     for _ in range(2):
         with pytest.raises(ZeroDivisionError):

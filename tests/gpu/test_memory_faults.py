@@ -12,10 +12,10 @@ import torch
 import accel
 from accel.bench.memory import device_bytes, release
 from accel.errors import Refused
-from accel.offload.blocks import nbytes, sizes_of
-from accel.offload.budget import SLACK
+from accel.offload.blocks import nbytes
 from accel.offload.call_hooks import streamed_model
 from accel.offload.memory import HostBuffer
+from support.objects.streaming import flux_on_card, within
 
 CARD, ROOM = torch.device("cuda", 0), 2**28
 LEFT = 2**27  # bytes: kernels and workspaces that stay loaded
@@ -23,29 +23,10 @@ ALONE = pytest.mark.skipif("PYTEST_XDIST_WORKER" in os.environ, reason="reads th
 pytestmark = ALONE
 
 
-def flux():
-    from diffusers import FluxTransformer2DModel
-
-    torch.manual_seed(0)
-    widths = {"joint_attention_dim": 512, "pooled_projection_dim": 256, "num_attention_heads": 8}
-    with CARD:
-        model = FluxTransformer2DModel(num_layers=4, num_single_layers=8, **widths).bfloat16().eval()
-        given = {"hidden_states": torch.randn(1, 1024, 64), "encoder_hidden_states": torch.randn(1, 64, 512)}
-        given |= {"pooled_projections": torch.randn(1, 256), "timestep": torch.tensor([0.5])}
-        given = {name: one.bfloat16() for name, one in given.items()}
-        given |= {"img_ids": torch.randn(1024, 3), "txt_ids": torch.zeros(64, 3)}
-    return model, lambda model: model(**given).sample
-
-
-def within(model, share):
-    sizes = sizes_of(model)
-    return int(1.02 * sizes.total - share * sum(sizes.blocks) + 2 * max(sizes.blocks)) + SLACK + ROOM
-
-
 @pytest.fixture(autouse=True)
 def counted():
     """The card and this process's memory are as they were, but for what stays loaded."""
-    model, call = flux()
+    model, call = flux_on_card()
     with torch.no_grad():
         call(accel.optimize(model, graphs=False))  # kernels and libraries are loaded
     del model, call
@@ -61,13 +42,13 @@ def counted():
 @pytest.fixture
 def streamed():
     """A model, a call of it, what that gives on the card, its values."""
-    model, call = flux()
+    model, call = flux_on_card()
     before = {name: one.cpu() for name, one in model.state_dict().items()}
     with torch.no_grad():
         twin = accel.optimize(copy.deepcopy(model), graphs=False)
         wanted = [call(twin) for _ in range(16)][-1]
         accel.restore(twin)
-        accel.optimize(model, memory=within(model, 0.8), graphs=False)
+        accel.optimize(model, memory=within(model, 0.8, ROOM), graphs=False)
     return model, call, wanted, before
 
 
@@ -124,12 +105,12 @@ def test_nothing_can_be_pinned(monkeypatch):
     def refused(self, *given):
         raise RuntimeError("CUDA error: out of memory")
 
-    model, call = flux()
+    model, call = flux_on_card()
     twin = accel.optimize(copy.deepcopy(model), graphs=False)
     wanted = [call(twin) for _ in range(16)][-1]
     monkeypatch.setattr(HostBuffer, "pin", lambda self, most=None, empty=False: None)
     monkeypatch.setattr(torch.Tensor, "pin_memory", refused)
-    accel.optimize(model, memory=within(model, 1.0), graphs=False)
+    accel.optimize(model, memory=within(model, 1.0, ROOM), graphs=False)
     for _ in range(3):
         assert torch.equal(call(model), wanted)
     assert "not pinned" in str(accel.report(model))
@@ -139,7 +120,7 @@ def test_nothing_can_be_pinned(monkeypatch):
 def test_two_models_share_a_card_and_each_keeps_its_budget(streamed):
     model, call, wanted, before = streamed
     other = copy.deepcopy(accel.restore(copy.deepcopy(model))).cuda()
-    accel.optimize(other, memory=within(other, 1.0), graphs=False)
+    accel.optimize(other, memory=within(other, 1.0, ROOM), graphs=False)
     for _ in range(3):
         assert torch.equal(call(model), wanted) and torch.equal(call(other), wanted)
     for one in (model, other):

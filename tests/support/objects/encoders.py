@@ -52,16 +52,20 @@ DEBERTA |= {"norm_rel_ebd": "layer_norm", "position_biased_input": False}
 BATCH, LENGTH = 3, 19
 
 
-def made(family, head="Model", **fields):
-    """A tiny model with random norms and biases, and a deep copy of it that stays stock."""
+def random_pair(make, deviation=0.4):
+    """A model with random norms and biases, and a deep copy of it that stays stock."""
     torch.manual_seed(0)
-    config = copy.deepcopy(CONFIGS[family])
-    config.update(fields)
-    model = getattr(t, family + head)(config).eval()
+    model = make().eval()
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.normal_(1.0 if parameter.dim() == 1 else 0.0, 0.4)
+            parameter.normal_(1.0 if parameter.dim() == 1 else 0.0, deviation)
     return model, copy.deepcopy(model)
+
+
+def made(family, head="Model", **fields):
+    config = copy.deepcopy(CONFIGS[family])
+    config.update(fields)
+    return random_pair(lambda: getattr(t, family + head)(config))
 
 
 def optimized(family, head="Model", **fields):

@@ -7,6 +7,7 @@ import torch
 import transformers as t
 
 import accel
+from support.objects.encoders import random_pair
 
 WIDTH, WORDS = 32, 64
 BART = {"vocab_size": WORDS, "d_model": WIDTH, "pad_token_id": 0, "bos_token_id": 1, "decoder_start_token_id": 2}
@@ -62,12 +63,7 @@ def speech_to_text() -> torch.nn.Module:
 
 def made(family: str) -> tuple[torch.nn.Module, torch.nn.Module]:
     """A model with random weights, and a deep copy of it that stays stock."""
-    torch.manual_seed(0)
-    model = MAKES[family]().eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(1.0 if parameter.dim() == 1 else 0.0, 0.3)
-    return model, copy.deepcopy(model)
+    return random_pair(MAKES[family], 0.3)
 
 
 def source(family: str, length: int = 9, rows: int = 2, masked: bool = True, seed: int = 1) -> dict[str, torch.Tensor]:
