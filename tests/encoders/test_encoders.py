@@ -173,12 +173,12 @@ CONTENT = {
 
 
 @torch.no_grad()
+@pytest.mark.share(1)
 @pytest.mark.parametrize("name", CONTENT)
-@pytest.mark.parametrize("head", ["ForSequenceClassification", "Model"])
-def test_scores_by_content_and_distance(monkeypatch, name, head):
-    family = name.split()[0]
+def test_scores_by_content_and_distance(monkeypatch, name):
+    family, *more = name.split()
     monkeypatch.setitem(CONFIGS, family, CONTENT[name])
-    model, stock = made(family, head)
+    model, stock = made(family, "ForSequenceClassification" if more else "Model")
     for one in (model, stock):
         for path, parameter in one.named_parameters():
             parameter.mul_(not path.endswith(("q_bias", "v_bias")))  # as they are when none was trained

@@ -69,6 +69,7 @@ ALONE = [
     ("fused_linear", "gate"),
     ("fused_linear", "gate-bias"),
     ("experts", "interleaved"),
+    ("packed_attention", "alike"),
     ("paged_attention", "decode-window"),
     ("paged_attention", "decode-sinks"),
     ("paged_attention", "decode-hidden"),
