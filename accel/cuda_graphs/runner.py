@@ -288,8 +288,7 @@ class GraphRunner:
         except Exception as error:
             # Whatever a forward may raise under capture, also of CUDA and of the memory a graph keeps: this shape stays
             # eager. A GPU that has failed says so at the next line that waits for it.
-            entry.graph = None
-            entry.reason = f"capture failed: {logged(error)}"
+            entry.graph, entry.reason = None, f"capture failed: {logged(error)}"
             self.reason = Entry.hopeless(self.entries.values(), error) if self.ranks is None else self.reason
             torch.cuda.current_stream(device).synchronize()
             gc.collect()
