@@ -184,9 +184,8 @@ class GraphRunner:
         return flag if self.ranks is None else self.ranks.any(flag, device)
 
     def _unsettled(self, entry: Entry) -> bool:
-        return entry.eager_calls < self.eager_calls or (
-            entry.eager_calls < PATIENCE and bool(self.trials.open(entry.open_trials))
-        )
+        waits = entry.eager_calls < PATIENCE and bool(self.trials.open(entry.open_trials))
+        return waits or entry.eager_calls < self.eager_calls
 
     def _stands(self, pending: Replayed, variant: tuple) -> bool:
         """Whether a call now would replay the same graph, over the weights that it has read."""

@@ -203,7 +203,7 @@ def _scaled_by(layer: LayerRecord, attended: OwnAttended, q: torch.Tensor, k: to
     fits = all(agree(one * by, wanted) for by, (one, wanted) in zip(factors, pairs, strict=True))
     if attended.factors is not None:
         # by_query meets queries as keys do, and by_key keys as queries do.
-        mine, theirs = (torch.tensor(one, dtype=q.dtype) for one in (factors[::-1], attended.factors))
+        mine, theirs = (q.new_tensor(one) for one in (factors[::-1], attended.factors))
         fits = fits and agree(theirs, mine)
     return factors[0] * factors[1] * attended.options["scaling"] if fits else None
 
