@@ -49,13 +49,12 @@ class StreamedCall(Permit):
 
 
 def hook_model(streamed: Any) -> None:
-    """The model tells of its calls, also while no other thread may call it. Graphs captured before are not replayed.
+    """The model tells of its calls, also while no other thread may call it.
 
     What streams it, or a part, for another pipeline lets go; weights that lie side by side already stay so.
     """
     for module in streamed.model.modules():
-        other = streamed_model(module)
-        if other is not None and other is not streamed:
+        if (other := streamed_model(module)) is not None:
             other.let_go()
             if other.model is streamed.model and other.budget.host == streamed.budget.host:
                 streamed.pieces, streamed.order, streamed.stacks = other.pieces, other.order, other.stacks

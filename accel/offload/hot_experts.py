@@ -17,7 +17,6 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from accel.offload.blocks import stacked_experts
-from accel.offload.call_hooks import hook_model
 from accel.offload.piece import PlacedWeights, WeightPlacement
 from accel.offload.ring import Ring
 from accel.patching.fast_forward import FastForward
@@ -41,23 +40,50 @@ def stacks_in(model: nn.Module, pieces: list[PlacedWeights]) -> dict[str, FastFo
     return found if len(found) == sum(bool(piece.path) for piece in pieces) else {}
 
 
-class HotExperts:
-    """Of all layers, whose experts are alike: so many, and of such sizes.
+class ExpertTables:
+    """Where the experts of every layer are, and how often they were read.
 
-    streamed: the model that this belongs to. pieces, forwards: of each layer. memory: of the card, for `copies` experts
-    of each layer. heat: (layers, experts), from before.
+    Graphs of a step read and count there: so it stays while the model streams, however many are on the card.
+    """
+
+    def __init__(self, layers: int, experts: int, columns: int, device: torch.device):
+        with torch.inference_mode(False):
+            self.everyone = torch.arange(experts, device=device)
+            self.places = torch.zeros(layers, experts, columns, dtype=torch.int64, device=device)
+            self.spots = self.everyone.repeat(layers, 1)  # e, of what is on the card e + experts: a column of `reads`
+            self.reads = torch.zeros(layers, 2 * experts, device=device)
+            self.heat = torch.zeros(layers, experts, device=device)
+            self.one = torch.ones(1, device=device)
+
+    def begin(self) -> None:
+        """No expert is on the card; what was read heats."""
+        self.heat.copy_(self.hot())
+        self.reads.zero_()
+        self.places.zero_()
+        self.spots.copy_(self.everyone.expand_as(self.spots))
+
+    def hot(self) -> torch.Tensor:
+        """(layers, experts)."""
+        return self.heat + self.reads.unflatten(1, (2, -1)).sum(1)
+
+
+class HotExperts:
+    """Of layers that stream, whose experts are alike: so many, and of such sizes.
+
+    streamed: the model that this belongs to. rows, pieces, forwards: of each layer; its row in `ExpertTables`. memory:
+    of the card, for `copies` experts of each layer.
     """
 
     def __init__(
         self,
         streamed: Any,
+        rows: list[int],
         pieces: list[PlacedWeights],
         forwards: list[FastForward],
         device: torch.device,
         ring: Ring,
         memory: torch.Tensor,
         copies: int,
-        heat: torch.Tensor | None,
     ):
         self.streamed, self.pieces, self.forwards, self.ring, self.copies = streamed, pieces, forwards, ring, copies
         self.seen = [piece.on_device(device) for piece in pieces]  # None where kernels cannot read it
@@ -69,16 +95,18 @@ class HotExperts:
                 piece.go(WeightPlacement.CARD, WeightPlacement.HOST)
         weights = [forward.readable() for forward in forwards]  # type: ignore[attr-defined]
         self.experts, steps, layers = weights[0].experts, weights[0].steps(), len(pieces)
-        with torch.inference_mode(False):
+        if streamed.tables is None:
+            streamed.tables = ExpertTables(len(streamed.stacks), self.experts, len(steps), memory.device)
+        tables = self.tables = streamed.tables
+        with torch.inference_mode(False), torch.no_grad():
+            tables.begin()
+            self.rows = torch.tensor(rows, device=memory.device)
             self.slots = torch.zeros(layers, copies, dtype=torch.int64, device=memory.device)  # which expert is there
-            self.everyone = torch.arange(self.experts, device=memory.device)
-            self.home = self.everyone[:, None] * torch.tensor(steps, device=memory.device) // PLACE_BYTES
-            self.places = self.home.new_zeros(layers, *self.home.shape)
-            self.spots = self.everyone.repeat(layers, 1)  # e, of what is on the card e + experts: a column of `reads`
-            self.reads = torch.zeros(layers, 2 * self.experts, device=memory.device)
-            self.heat = torch.zeros(layers, self.experts, device=memory.device) if heat is None else heat
-            self.one = torch.ones(1, device=memory.device)
+            self.home = tables.everyone[:, None] * torch.tensor(steps, device=memory.device) // PLACE_BYTES
             card = torch.zeros(layers, copies, len(steps), dtype=torch.int64, device="cpu")
+        self.places, self.spots, self.reads, self.heat = (
+            [one[row] for row in rows] for one in (tables.places, tables.spots, tables.reads, tables.heat)
+        )
         self.parts: list[list[tuple[int, int]]] = []  # of each layer: where each tensor begins, bytes of an expert
         self.copied: list[list[torch.Tensor]] = []  # of each: those on the card
         at = 0
@@ -106,13 +134,11 @@ class HotExperts:
                 self.fill(i, pieces[i].bytes if bytes_ is None else bytes_)
         self.calls = self.size = 0
         self.versions = self._versions()
-        hook_model(streamed)  # weights may lie where they did, but graphs read the tables of who was here before
 
-    def let_go(self) -> torch.Tensor:
-        """Nothing of the card is held any more. Returns the heat."""
+    def let_go(self) -> None:
+        """Nothing of the card is held any more."""
         for forward in self.forwards:
             forward.held = None  # type: ignore[attr-defined]
-        return self._heat()
 
     def few(self, i: int, index: torch.Tensor) -> bool:
         """Whether kernels read these choices of layer i where they are: rather than all, fewer than there are."""
@@ -121,19 +147,19 @@ class HotExperts:
     def note(self, i: int, index: torch.Tensor) -> None:
         """These are read."""
         flat = index.flatten()
-        self.reads[i].scatter_add_(0, self.spots[i][flat], self.one.expand(len(flat)))
+        self.reads[i].scatter_add_(0, self.spots[i][flat], self.tables.one.expand(len(flat)))
 
     def follow(self, i: int, index: torch.Tensor, source: torch.Tensor) -> None:
         """A prompt chose these, and all experts of the layer are on the card now, as these bytes."""
         flat = index.flatten()
-        self.heat[i].mul_(DECAY).scatter_add_(0, flat, self.one.expand(len(flat)))
+        self.heat[i].mul_(DECAY).scatter_add_(0, flat, self.tables.one.expand(len(flat)))
         self.fill(i, source)
 
     def fill(self, i: int, source: torch.Tensor) -> None:
         """The hottest of layer i are copied from these bytes of all."""
         if not self.copies:
             return
-        hot = self._heat()[i].topk(self.copies).indices
+        hot = self.tables.hot()[self.rows[i]].topk(self.copies).indices
         for every, copied in zip(self._each(i, source), self.copied[i], strict=True):
             if every.device == copied.device:
                 torch.index_select(every, 0, hot, out=copied)
@@ -141,7 +167,7 @@ class HotExperts:
                 copied.copy_(every[hot.cpu()])
         self.slots[i].copy_(hot)
         self.places[i].zero_().index_copy_(0, hot, self.card[i] - self.home[hot])
-        self.spots[i].copy_(self.everyone).index_copy_(0, hot, hot + self.experts)
+        self.spots[i].copy_(self.tables.everyone).index_copy_(0, hot, hot + self.experts)
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -158,7 +184,7 @@ class HotExperts:
     def stale(self) -> bool:
         """Whether somebody has changed experts that are on the card too: as autograd counts, or as samples show."""
         versions, self.versions = self.versions, self._versions()
-        apart = [torch.zeros((), dtype=torch.bool, device=self.heat.device)]
+        apart = [torch.zeros((), dtype=torch.bool, device=self.slots.device)]
         for i, seen in enumerate(self.seen):
             for every, copied in zip(self._each(i, seen), self.copied[i], strict=False):
                 apart.append((every[:, ::SAMPLE][self.slots[i]] != copied[:, ::SAMPLE]).any())
@@ -172,20 +198,21 @@ class HotExperts:
         """In each layer the hottest expert that is not on the card takes the place of the coldest there, if it pays."""
         if not self.copies:
             return
-        heat, layers = self._heat(), torch.arange(len(self.pieces), device=self.heat.device)
-        best, new = heat.masked_fill(self.spots >= self.experts, -1).max(1)
+        tables, rows = self.tables, self.rows
+        heat, layers = tables.hot()[rows], torch.arange(len(rows), device=rows.device)
+        best, new = heat.masked_fill(tables.spots[rows] >= self.experts, -1).max(1)
         least, slot = heat.gather(1, self.slots).min(1)
         old = self.slots[layers, slot]
         new = torch.where(best > GAIN * least + 1, new, old)
         for i, seen in enumerate(self.seen):
             for every, copied in zip(self._each(i, seen), self.copied[i], strict=False):
                 copied.index_copy_(0, slot[i : i + 1], every.index_select(0, new[i : i + 1]))
-        self.places[layers, old], self.spots[layers, old] = 0, old
-        self.places[layers, new] = self.card[layers, slot] - self.home[new]
-        self.spots[layers, new] = new + self.experts
+        tables.places[rows, old], tables.spots[rows, old] = 0, old
+        tables.places[rows, new] = self.card[layers, slot] - self.home[new]
+        tables.spots[rows, new] = new + self.experts
         self.slots[layers, slot] = new
-        self.reads.mul_(DECAY)
-        self.heat.mul_(DECAY)
+        tables.reads.mul_(DECAY)
+        tables.heat.mul_(DECAY)
 
     def _each(self, i: int, source: torch.Tensor | None) -> list[torch.Tensor]:
         """The experts of layer i in each tensor, (experts, numbers of 8 bytes), as these bytes have them, if any."""
@@ -193,12 +220,9 @@ class HotExperts:
             return []
         return [source[at : at + self.experts * n].view(torch.int64).view(self.experts, -1) for at, n in self.parts[i]]
 
-    def _heat(self) -> torch.Tensor:
-        return self.heat + self.reads.unflatten(1, (2, -1)).sum(1)
-
     def share(self) -> float | None:
         """Of what tokens of few read since, that lay on the card; None before the first."""
-        off, on = self.reads.unflatten(1, (2, -1)).sum((0, 2)).tolist()
+        off, on = self.tables.reads.unflatten(1, (2, -1)).sum((0, 2)).tolist()
         return on / (on + off) if on + off else None
 
 

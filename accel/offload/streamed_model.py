@@ -16,7 +16,7 @@ from accel.errors import Refused
 from accel.offload.blocks import experts_in, pieces
 from accel.offload.budget import BUFFERS, Budget, Measured, WeightSizes, check_fits, room_for_weights, streamed_blocks
 from accel.offload.call_hooks import elements, hook_blocks, hook_model, streamed_model, unhook
-from accel.offload.hot_experts import HotExperts, stacks_in
+from accel.offload.hot_experts import ExpertTables, HotExperts, stacks_in
 from accel.offload.layout import CPU, unmovable, weights_in
 from accel.offload.memory import PAGE, HostBuffer
 from accel.offload.piece import PlacedWeights, WeightPlacement, laid_anew, where_left
@@ -59,7 +59,7 @@ class StreamedModel(PlacedModel):
         self.stacks: dict[str, FastForward] = {}  # by path, where blocks are experts: what reads these
         self.copies = 0  # of experts of each block, that are on the card too
         self.hot: HotExperts | None = None
-        self.heat: torch.Tensor | None = None  # of experts, while they are placed anew
+        self.tables: ExpertTables | None = None
         self.arena: torch.Tensor | None = None  # on the GPU
         self.measured: dict[str, Measured] = {}  # by path, of parts that were called by themselves; "" is the model
         self.measuring: tuple[int, int] | None = None  # size of the present call, bytes allocated before
@@ -131,7 +131,7 @@ class StreamedModel(PlacedModel):
         self.pieces = [*kept, *made]
         self.streamed, self.measured = None, {}
         blocks = [piece.path for piece in self.pieces if piece.path]
-        self.stacks, self.heat = stacks_in(self.model, self.pieces), None
+        self.stacks, self.tables = stacks_in(self.model, self.pieces), None
         self.order = list(dict.fromkeys([*(path for path in self.order if path in blocks), *blocks]))
 
     # Which weights stay.
@@ -211,7 +211,8 @@ class StreamedModel(PlacedModel):
             self.numbers[piece.path] = number, piece
         if self.stacks:
             memory, stacks = memory[count * largest :], [self.stacks[piece.path] for piece in blocks]
-            self.hot = HotExperts(self, blocks, stacks, self.device, self.ring, memory, self.copies, self.heat)
+            rows = [list(self.stacks).index(piece.path) for piece in blocks]
+            self.hot = HotExperts(self, rows, blocks, stacks, self.device, self.ring, memory, self.copies)
 
     def bring_back(self) -> None:
         """What stayed on the GPU is on the CPU again, with what was changed there; the memory is given back."""
@@ -220,7 +221,8 @@ class StreamedModel(PlacedModel):
         if self.done is not None:
             self.done.synchronize()
         if self.hot is not None:
-            self.heat, self.hot = self.hot.let_go(), None
+            self.hot.let_go()
+            self.hot = None
         changed = not all(map(torch.equal, self.sums, sums(self.arena[: self.kept])))
         for piece in self.pieces:
             piece.bring_back(changed)

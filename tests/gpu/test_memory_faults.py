@@ -11,6 +11,7 @@ import torch
 
 import accel
 from accel.bench.memory import device_bytes, release
+from accel.comparison import relative_rms
 from accel.errors import Refused
 from accel.offload.blocks import nbytes
 from accel.offload.call_hooks import streamed_model
@@ -39,17 +40,22 @@ def counted():
     assert psutil.Process().memory_info().rss - ram < 4 * LEFT
 
 
+def truth(model, call):
+    """Whether a result is as near to that in float32 as stock's: which kernels race, and round otherwise, is no matter."""
+    theirs, exact = call(model), call(copy.deepcopy(model).float())
+    allowed = 1.5 * relative_rms(theirs, exact)
+    return lambda got: relative_rms(got, exact) <= allowed
+
+
 @pytest.fixture
 def streamed():
-    """A model, a call of it, what that gives on the card, its values."""
+    """A model, a call of it, whether what that gives is right, its values."""
     model, call = flux_on_card()
     before = {name: one.cpu() for name, one in model.state_dict().items()}
     with torch.no_grad():
-        twin = accel.optimize(copy.deepcopy(model), graphs=False)
-        wanted = [call(twin) for _ in range(16)][-1]
-        accel.restore(twin)
+        right = truth(model, call)
         accel.optimize(model, memory=within(model, 0.8, ROOM), graphs=False)
-    return model, call, wanted, before
+    return model, call, right, before
 
 
 def same(model, before):
@@ -58,12 +64,12 @@ def same(model, before):
 
 @torch.no_grad()
 def test_it_is_moved_by_hand_between_calls(streamed):
-    model, call, wanted, before = streamed
+    model, call, right, before = streamed
     for move in ("cuda", "cpu", "cuda"):
-        assert torch.equal(call(model), wanted)
+        assert right(call(model))
         model.to(move)
         assert {one.device.type for one in model.parameters()} == {move}
-    assert torch.equal(call(model), wanted)
+    assert right(call(model))
     held = streamed_model(model)
     assert held.streamed and held.on_card <= held.budget.card
     same(model, before)
@@ -73,7 +79,7 @@ def test_it_is_moved_by_hand_between_calls(streamed):
 
 @torch.no_grad()
 def test_an_interrupted_call_ends(streamed):
-    model, call, wanted, before = streamed
+    model, call, right, before = streamed
 
     def interrupt(*given):
         raise KeyboardInterrupt
@@ -88,7 +94,7 @@ def test_an_interrupted_call_ends(streamed):
         other = threading.Thread(target=lambda got=got: got.append(torch.no_grad()(call)(model)))
         other.start()
         other.join(60)
-        assert len(got) == 1 and torch.equal(got[0], wanted)
+        assert len(got) == 1 and right(got[0])
 
 
 def test_gradients_are_refused(streamed):
@@ -106,37 +112,36 @@ def test_nothing_can_be_pinned(monkeypatch):
         raise RuntimeError("CUDA error: out of memory")
 
     model, call = flux_on_card()
-    twin = accel.optimize(copy.deepcopy(model), graphs=False)
-    wanted = [call(twin) for _ in range(16)][-1]
+    right = truth(model, call)
     monkeypatch.setattr(HostBuffer, "pin", lambda self, most=None, empty=False: None)
     monkeypatch.setattr(torch.Tensor, "pin_memory", refused)
     accel.optimize(model, memory=within(model, 1.0, ROOM), graphs=False)
     for _ in range(3):
-        assert torch.equal(call(model), wanted)
+        assert right(call(model))
     assert "not pinned" in str(accel.report(model))
 
 
 @torch.no_grad()
 def test_two_models_share_a_card_and_each_keeps_its_budget(streamed):
-    model, call, wanted, before = streamed
+    model, call, right, before = streamed
     other = copy.deepcopy(accel.restore(copy.deepcopy(model))).cuda()
     accel.optimize(other, memory=within(other, 1.0, ROOM), graphs=False)
     for _ in range(3):
-        assert torch.equal(call(model), wanted) and torch.equal(call(other), wanted)
+        assert right(call(model)) and right(call(other))
     for one in (model, other):
         held = streamed_model(one)
         assert held.streamed and held.on_card + held.outside <= held.budget.card
         same(one, before)
     del other
     gc.collect()
-    assert torch.equal(call(model), wanted)
+    assert right(call(model))
 
 
 @torch.no_grad()
 def test_it_is_saved_and_a_lora_comes_later(streamed, tmp_path):
     from peft import LoraConfig
 
-    model, call, wanted, before = streamed
+    model, call, right, before = streamed
     model.save_pretrained(tmp_path)
     again = type(model).from_pretrained(tmp_path, torch_dtype=torch.bfloat16)
     same(again, before)

@@ -71,8 +71,8 @@ def flux_on_card(layers=4, singles=8):
         given = {"hidden_states": torch.randn(1, 1024, 64), "encoder_hidden_states": torch.randn(1, 64, 512)}
         given |= {"pooled_projections": torch.randn(1, 256), "timestep": torch.tensor([0.5])}
         given = {name: one.bfloat16() for name, one in given.items()}
-        given |= {"img_ids": torch.randn(1024, 3), "txt_ids": torch.zeros(64, 3)}
-    return model, lambda model: model(**given).sample
+        ids = {"img_ids": torch.randn(1024, 3), "txt_ids": torch.zeros(64, 3)}
+    return model, lambda model: model(**{name: one.to(model.dtype) for name, one in given.items()}, **ids).sample
 
 
 def llama(width=32):

@@ -16,7 +16,7 @@ from transformers import DynamicCache
 import accel
 from accel.bench.memory import allocated_bytes
 from accel.offload.blocks import sizes_of
-from accel.offload.budget import SLACK, Measured
+from accel.offload.budget import SLACK
 from accel.offload.call_hooks import streamed_model
 from support.llm.quantized import rounded
 
@@ -109,7 +109,7 @@ def test_layers_alone(kind, weights, monkeypatch):
     sizes, cap = sizes_of(twin), allocated_bytes(CARD) + room
     accel.optimize(model, weights=weights, memory=cap + sizes.least() + sum(sizes.blocks) // 2)
     held = streamed_model(model)
-    held.measured = Measured(1, 0)  # so that no call chooses anew what is on the card
+    monkeypatch.setattr(held, "_place", lambda: None)  # no call chooses anew what is on the card
     layers = [(model.model.layers[i].mlp.experts, twin.model.layers[i].mlp.experts) for i in range(6)]
     for copies in (0, experts // 4):
         held.bring_back()
@@ -174,6 +174,6 @@ def test_what_routing_chooses_comes_to_the_card():
     for _ in range(4):
         call(model, same, 24)
     held = streamed_model(model)
-    held.hot.reads.zero_()
+    held.tables.reads.zero_()
     call(model, same, 24)
     assert held.hot.share() > 1.5 * held.copies / sizes.experts
