@@ -24,6 +24,7 @@ from accel.patching.fast_forward import FastForward
 DECAY = 0.5  # of what was counted before a prompt, and before an exchange
 EVERY = 32  # calls between two exchanges
 SAMPLE = 4096  # numbers of 8 bytes of an expert, from one that is compared to the next
+PAIRS = 4  # choices of an expert in a step, on average, with which kernels still read it about once
 GAIN = 1.5  # how much hotter an expert is than the one that it replaces
 
 
@@ -141,8 +142,11 @@ class HotExperts:
             forward.held = None  # type: ignore[attr-defined]
 
     def few(self, i: int, index: torch.Tensor) -> bool:
-        """Whether kernels read these choices of layer i where they are: rather than all, fewer than there are."""
-        return self.seen[i] is not None and index.numel() <= self.experts
+        """Whether kernels read these choices of layer i where they are: rather than all, fewer than there are, or in a
+        step those that are not on the card. A prompt brings all, and says which are to stay.
+        """
+        most = self.experts if self.size else PAIRS * self.experts
+        return self.seen[i] is not None and index.numel() <= most
 
     def note(self, i: int, index: torch.Tensor) -> None:
         """These are read."""
@@ -172,7 +176,7 @@ class HotExperts:
     @torch.inference_mode(False)
     @torch.no_grad()
     def begin_call(self, size: int) -> None:
-        """size: of what it is given."""
+        """size: of what it is given; 0 for a step of many."""
         self.calls += 1
         if self.copies and (size > self.size or self._versions() != self.versions) and self.stale():
             for i, seen in enumerate(self.seen):

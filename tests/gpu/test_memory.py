@@ -166,6 +166,63 @@ def test_a_language_model_streams(weights):
     assert {one.device for one in model.parameters()} == {CARD}
 
 
+def texts(rows, length):
+    """Tokens, and a mask that shows fewer of each row than of the one before."""
+    ids = torch.randint(2, 2048, (rows, length), device="cuda")
+    return ids, (torch.arange(length, device="cuda") < length - 9 * torch.arange(rows, device="cuda")[:, None]).long()
+
+
+@pytest.mark.parametrize("share", [0.5, 1.0])
+@pytest.mark.parametrize("kind", ["t5", "bert"])
+@torch.no_grad()
+def test_an_encoder_streams_fused(kind, share):
+    """Its layers run one by one, on packed tokens; small calls without padding in a graph."""
+    from transformers import BertConfig, BertModel, T5Config, T5EncoderModel
+
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        if kind == "t5":
+            sizes = {"d_model": 1024, "d_kv": 64, "num_heads": 16, "d_ff": 2816, "num_layers": 12}
+            model = T5EncoderModel(T5Config(vocab_size=2048, feed_forward_proj="gated-gelu", **sizes))
+        else:
+            sizes = {"hidden_size": 1024, "num_attention_heads": 16, "intermediate_size": 4096}
+            model = BertModel(BertConfig(vocab_size=2048, num_hidden_layers=12, **sizes))
+    model = model.bfloat16().eval()
+    ids, mask = texts(4, 200)
+    calls = [{"input_ids": ids, "attention_mask": mask}, {"input_ids": ids[:1, :64]}]
+    stock = [copy.deepcopy(model).float()(**call).last_hidden_state for call in calls]
+    accel.optimize(model, memory=within(model, share))
+    for call, wanted in zip(calls, stock, strict=True):
+        got = [model(**call).last_hidden_state for _ in range(20)]
+        seen = call.get("attention_mask", torch.ones_like(call["input_ids"])).bool()
+        error = (got[-1][seen].float() - wanted[seen]).norm() / wanted[seen].norm()
+        assert float(error) < 0.03 and all(torch.equal(one, got[-1]) for one in got[-4:])
+    assert streamed_model(model).streamed and not accel.report(model).fallbacks
+
+
+@torch.no_grad()
+def test_an_encoder_and_its_decoder_stream_in_generate():
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    torch.manual_seed(0)
+    sizes = {"d_model": 1024, "d_kv": 64, "num_heads": 16, "d_ff": 2816, "num_layers": 8, "decoder_start_token_id": 0}
+    with torch.device("cuda"):
+        model = T5ForConditionalGeneration(T5Config(vocab_size=2048, feed_forward_proj="gated-gelu", **sizes))
+    model = model.bfloat16().eval()
+    ids, mask = texts(4, 100)
+    told = {"max_new_tokens": 24, "return_dict_in_generate": True, "output_logits": True, "do_sample": False}
+
+    def call(model):
+        return torch.stack(model.generate(ids, attention_mask=mask, **told).logits)
+
+    wanted = call(copy.deepcopy(model).float())[0]
+    accel.optimize(model, memory=within(model, 1.0))
+    got = [call(model) for _ in range(6)]
+    assert float((got[-1][0].float() - wanted).norm() / wanted.norm()) < 0.05 and torch.equal(got[-1], got[-2])
+    assert len(streamed_model(model).streamed) == 16 and not accel.report(model).fallbacks
+    assert any(row["status"] == "graph" for row in accel.report(model).graphs), accel.report(model).graphs
+
+
 @torch.no_grad()
 def test_refused_pinning_and_an_error_in_mid_stream():
     model, call = flux_on_card()

@@ -41,7 +41,7 @@ def counted():
 
 
 def truth(model, call):
-    """Whether a result is as near to that in float32 as stock's: which kernels race, and round otherwise, is no matter."""
+    """Whether a result is as near to that in float32 as stock's: kernels race, and round otherwise."""
     theirs, exact = call(model), call(copy.deepcopy(model).float())
     allowed = 1.5 * relative_rms(theirs, exact)
     return lambda got: relative_rms(got, exact) <= allowed
@@ -141,7 +141,7 @@ def test_two_models_share_a_card_and_each_keeps_its_budget(streamed):
 def test_it_is_saved_and_a_lora_comes_later(streamed, tmp_path):
     from peft import LoraConfig
 
-    model, call, right, before = streamed
+    model, call, _, before = streamed
     model.save_pretrained(tmp_path)
     again = type(model).from_pretrained(tmp_path, torch_dtype=torch.bfloat16)
     same(again, before)

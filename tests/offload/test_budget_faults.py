@@ -12,6 +12,7 @@ from diffusers import FluxTransformer2DModel
 
 import accel
 from accel.diffusion import tiling
+from accel.diffusion.dit.executable import Executable
 from accel.errors import Refused
 from accel.offload.blocks import nbytes
 from accel.offload.call_hooks import streamed_model as streamed
@@ -107,6 +108,20 @@ def test_too_little_for_a_call_is_told(monkeypatch):
     monkeypatch.setattr(StreamedModel, "_peak", lambda self: 10**8)
     with pytest.warns(UserWarning, match="needs 0.10 GB beside the 0.00 GB of its weights"):
         call(model, 40)
+
+
+@torch.no_grad()
+def test_no_room_to_compare_a_block_with_stock_leaves_it_stock(monkeypatch):
+    model, call = flux()
+    wanted = call(copy.deepcopy(model))
+
+    def short(*given):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(Executable, "__call__", short)
+    accel.optimize(model, memory=within(model, 0.9))
+    assert all(torch.equal(call(model), wanted) for _ in range(2))
+    assert all("out of memory" in why for _, why, _ in accel.report(model).fallbacks) and accel.report(model).fallbacks
 
 
 @pytest.mark.parametrize("place", [(PlacedWeights, "put", 5), (StreamedModel, "_bring", 1), (PlacedWeights, "go", 1)])

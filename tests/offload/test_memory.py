@@ -90,10 +90,10 @@ def test_an_encoder_that_generate_calls_finds_its_blocks_on_the_way(monkeypatch)
 
 
 def mixture(name, weights):
-    """Of experts, for a step of two rows too few to be worth streaming all."""
+    """Of experts, for a step of six rows too few to be worth streaming all."""
     changes = {"qwen3-moe": {"moe_intermediate_size": 128}, "gpt-oss": {"layer_types": None}}.get(name, {})
     model = make(name, num_hidden_layers=4, **changes).eval()
-    ids, mask = padded()
+    ids, mask = (one.repeat(3, 1) for one in padded())
     call = {"attention_mask": mask, "max_new_tokens": 9, "do_sample": False, "pad_token_id": 0}
     return accel.optimize(model, weights=weights), lambda model: model.generate(ids, **call)
 

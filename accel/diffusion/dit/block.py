@@ -222,8 +222,8 @@ class BlockForward(FastForward):
         """Why the plan does not give what stock gave, and whether the comparison was able to show it."""
         try:
             got = executable(given, partial(weight_of, self.module), self.stacks)
-        except Exception as error:
-            return f"its passes raised {reason_of(error)}", False
+        except Exception as error:  # stock may have room for its own result, but not for a second one
+            return f"its passes raised {reason_of(error, memory=True)}", False
         if warming_up():  # nothing was computed
             return None, False
         return difference(wanted, got), has_finite_numbers(wanted)

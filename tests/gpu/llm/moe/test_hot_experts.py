@@ -7,6 +7,7 @@ python -m pytest tests/gpu/llm/moe/test_hot_experts.py -q
 
 import copy
 import gc
+import time
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from transformers import DynamicCache
 
 import accel
 from accel.bench.memory import allocated_bytes
+from accel.offload import hot_experts
 from accel.offload.blocks import sizes_of
 from accel.offload.budget import SLACK
 from accel.offload.call_hooks import streamed_model
@@ -177,3 +179,29 @@ def test_what_routing_chooses_comes_to_the_card():
     held.tables.reads.zero_()
     call(model, same, 24)
     assert held.hot.share() > 1.5 * held.copies / sizes.experts
+
+
+@pytest.mark.parametrize("rows", [8, 32])
+@torch.no_grad()
+def test_steps_of_many_rows_read_experts_where_they_are(rows, monkeypatch, capsys):
+    """As layers that stream as a whole do, and sooner: their bytes are those of experts that are not on the card."""
+    no_races(monkeypatch)
+    model = build("qwen3_moe")
+    ids, _, _, cap = within(model, 0.4)
+    ids, took, texts = ids[:, :16].repeat(rows, 1), {}, {}
+    ids[:, :8] = torch.randint(0, 2048, (rows, 8), generator=torch.Generator().manual_seed(2)).cuda()
+    accel.optimize(model, memory=cap + 2**27)
+    for pairs in (1, 4, 1, 4):
+        monkeypatch.setattr(hot_experts, "PAIRS", pairs)
+        accel.optimize(model, memory=cap + 2**27)  # its graphs are captured anew
+        for _ in range(3):
+            call(model, ids)
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        texts[pairs] = call(model, ids)
+        torch.cuda.synchronize()
+        took[pairs] = min(took.get(pairs, 1e9), time.perf_counter() - started)
+    with capsys.disabled():
+        print(f"{rows} rows: {took[1] * 1e3:.1f} ms a text by whole layers, {took[4] * 1e3:.1f} by experts in place")
+    assert float((texts[1] == texts[4]).float().mean()) > 0.5  # sums are of another order, and texts part
+    assert rows * 4 <= 64 or took[4] < took[1]
