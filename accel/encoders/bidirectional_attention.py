@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -13,6 +13,7 @@ from accel.encoders.own_code import OwnAttended
 from accel.encoders.packing import Packing, blocks_of
 from accel.encoders.position_bias import PositionBias, SeenBias
 from accel.encoders.relative import Relative, seen_by_query
+from accel.encoders.windows import BoundWindowAttention
 from accel.libraries.attention import KNOWN_ARGUMENTS
 from accel.llm.attention.attention import UnderstoodAttention
 from accel.llm.attention.projections import projections_of, split
@@ -35,11 +36,13 @@ Reach = tuple[int | None, int | None]
 @dataclass
 class EncoderRecord(Record):
     """biases: what embeddings gave for each query and key, so far. ends: of the parts of its tokens that the last layer
-    attended in, from 0 on.
+    attended in, from 0 on. in_windows: its calls are of one window of a picture each, and what is added to scores hangs
+    on no token.
     """
 
     biases: list[SeenBias] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
+    in_windows: bool = False
 
     def bias(self, value: object) -> str | None:
         """The path of the embedding whose rows this is made of; None for any other."""
@@ -52,6 +55,7 @@ class BidirectionalSpec(SoftmaxSpec):
     position_bias, relative: of scores. own_code: it is not known by transformers' interface, but by what it gives
     alone. added: names of parameters that are added to queries and values, from the attention. starts: the keyword of
     its layer that tells where sequences begin which lie in one row, see `packed`.
+    windows: of a picture, see `Windows`.
     """
 
     reach: Reach | None = None
@@ -60,6 +64,7 @@ class BidirectionalSpec(SoftmaxSpec):
     own_code: bool = False
     added: tuple[str, ...] = ()
     starts: str | None = None
+    windows: bool = False
 
     @property
     def has_position_bias(self) -> bool:
@@ -93,10 +98,11 @@ class BidirectionalSpec(SoftmaxSpec):
         if attended.options.get("softcap") or attended.options.get("s_aux") is not None:
             raise NotUnderstood("its scores are capped, or go to sinks")
         functions = [function for mask, function in record.masks if mask is attended.mask]
-        starts = None if functions else _starts(layer, attended.mask, record.ends)
-        if len(functions) != 1 and starts is None and not _hides_nothing(attended.mask):
+        starts = None if functions or record.in_windows else _starts(layer, attended.mask, record.ends)
+        if len(functions) != 1 and starts is None and not record.in_windows and not _hides_nothing(attended.mask):
             raise NotUnderstood("its attention mask is made in a way of its own")
         fields: dict[str, Any] = {"position_bias": bias, "relative": relative, "starts": starts}
+        fields["windows"] = record.in_windows
         fields["reach"] = reach_of(functions[0]) if functions else None
         fit = cls.first_fit(layer, calls, cls.formulas(layer, calls, fields), None)
         if fit is None:
@@ -127,12 +133,15 @@ class BidirectionalSpec(SoftmaxSpec):
             bias = PositionBias(attended.bias) if attended.bias else None
             fields: dict[str, Any] = {"reach": reaches.pop(), "own_code": True, "position_bias": bias}
             fields |= {"relative": attended.relative, "added": attended.added}
+            fields["windows"] = cast(EncoderRecord, record).in_windows
             calls = layer.inside(layer.attention)
             if (fit := cls.first_fit(layer, calls, cls.formulas(layer, calls, fields), None)) is not None:
                 return fit
         raise NotUnderstood(OWN)
 
     def bind(self, kernels: Kernels, layer: nn.Module, stack: bool) -> BoundSoftmaxAttention:
+        if self.windows:
+            return BoundWindowAttention(kernels, layer, self, stack)
         return BoundBidirectionalAttention(kernels, layer, self, stack)
 
 

@@ -22,6 +22,7 @@ from accel.encoders.packing import Packing, Sight, padded, unpadded
 from accel.encoders.picture_sizes import PictureSizes
 from accel.encoders.recording import layers_in
 from accel.encoders.stack import HIDDEN_STATES, EncoderLayerForward, EncoderStep
+from accel.encoders.windows import blocks_in
 from accel.errors import Unfit
 from accel.in_flight import CALL
 from accel.libraries.cache import cache_field, cache_of
@@ -112,7 +113,8 @@ class EncoderForward(FastForward):
             if self.asked(name, named):
                 return f"{name}: its layers run stock where each is looked at"
         known = {self.inputs.main, *self.inputs.others, *self.unread, *OUTPUTS, "return_dict"}
-        unknown = next((name for name in given if name not in known), None)
+        switches = bool if not self.stack else ()  # which own code of layers in windows is told
+        unknown = next((n for n, one in given.items() if n not in known and not isinstance(one, switches)), None)
         if unknown is not None:
             return f"{unknown} is given"
         if mask is None and "position_ids" in given:
@@ -247,7 +249,8 @@ class EncoderForward(FastForward):
 
     def _bind(self) -> str | None:
         known = [layer.module for layer in self.layers]
-        if [one for one in layers_in(self.module, self.stack).values() if one in known] != known:
+        now = layers_in(self.module, self.stack) if self.stack else blocks_in(self.module)
+        if [one for one in now.values() if one in known] != known:
             return "its layers are not those that were optimized"
         moved = next((path for path, one in self.module.named_modules() if hook_of(one) is not None), None)
         if moved is not None:

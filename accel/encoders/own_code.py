@@ -69,11 +69,11 @@ class OwnCode(FusedProducts):
             yield part
 
     def attention(
-        self, layer: LayerRecord, index: int, biases: Sequence[SeenBias]
+        self, layer: LayerRecord, index: int, biases: Sequence[SeenBias] | None
     ) -> tuple[OwnAttended, Stored] | None:
         """The one attention of what was seen since `forget`; None for none, several, or another formula.
 
-        index: of the layer. biases: see `EncoderRecord`.
+        index: of the layer. biases: see `EncoderRecord`; None where what is added to scores is not looked at.
         """
         if len(self.attended) == 1 and not self.seen:
             ((module, given, output),) = self.attended
@@ -97,7 +97,7 @@ class OwnCode(FusedProducts):
 
 
 def _attention(
-    watched: OwnCode, seen: Seen, layer: LayerRecord, index: int, biases: Sequence[SeenBias]
+    watched: OwnCode, seen: Seen, layer: LayerRecord, index: int, biases: Sequence[SeenBias] | None
 ) -> tuple[OwnAttended, Stored] | None:
     """See `OwnCode.attention`."""
     rows, scores = layer.call.input.held.shape[0], seen.scores
@@ -108,7 +108,7 @@ def _attention(
         return t.unflatten(0, (rows, -1)) if t.dim() == 3 else t
 
     query, key, value, output = map(by_heads, (scores.left, scores.right.mT, seen.value, seen.output))
-    added = scores.added(query.shape[:2])
+    added = None if biases is None else scores.added(query.shape[:2])
     added = query.new_zeros(1, 1, query.shape[2], key.shape[2]) if added is None else added
     away = added < torch.finfo(added.dtype).min / 2
     hidden = away[:, :1] if bool(away.any()) else None
@@ -116,7 +116,7 @@ def _attention(
         return None
     shown, bias, scale, relative, factors = added.masked_fill(away, 0.0), "", scores.scale, None, None
     if bool(shown.any()):
-        alike = [one.path for one in biases if one.values.shape[:2] == shown.shape[2:] and one.is_in(shown)]
+        alike = [one.path for one in biases or () if one.values.shape[:2] == shown.shape[2:] and one.is_in(shown)]
         bias = next(iter(alike), "")
     if bool(shown.any()) and not bias:
         whole = scale * (query @ key.mT) + shown

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accel_kernels.attention.math_attention import math_attention
@@ -15,6 +15,7 @@ from torch import nn
 from accel.encoders.bidirectional_attention import BidirectionalSpec, EncoderRecord
 from accel.encoders.own_code import OwnCode
 from accel.encoders.position_bias import SPARE, SeenBias, learned, listening_to_biases, long_text
+from accel.encoders.windows import Moved, one_window
 from accel.errors import reason_of
 from accel.in_flight import listening
 from accel.llm.recording.implementation import foreign_attention
@@ -55,8 +56,11 @@ class EncoderRecorder(Recorder):
 
     def value(self, tensor: torch.Tensor) -> Value:
         """In a layer that is given tokens without rows, (tokens, channels), all are noted as those of one row; what is
-        (tokens, rows, channels), as PyTorch's own attention has it, is noted turned.
+        (tokens, rows, channels), as PyTorch's own attention has it, is noted turned. Windows are copies of what
+        they are of.
         """
+        if self.record.in_windows:
+            return Moved(tensor)
         self.flat = self.flat if self.open else tensor.dim() == 2
         if self.flat:
             return Value(tensor[None])
@@ -71,7 +75,8 @@ class EncoderRecorder(Recorder):
 
     def look(self, layer: LayerRecord, record: Record) -> None:
         if layer.attended is None:
-            own = self.own.attention(layer, record.layers.index(layer), self.record.biases)
+            biases = None if self.record.in_windows else self.record.biases
+            own = self.own.attention(layer, record.layers.index(layer), biases)
             layer.attended, layer.stored = (None, None) if own is None else own
         self.own.forget()
         found, at = BidirectionalSpec.understand(layer, record), record.layers.index(layer)
@@ -175,6 +180,33 @@ def understand_encoder(model: Any, call: dict[str, Any]) -> tuple[str, dict[str,
         specs = [replace(spec, attention=one) for spec, one in zip(specs, attentions, strict=True)]
     found_by_path = dict(zip((seen.layers[at].path for at in ran), specs, strict=True))
     return stack, found_by_path, [ran.index(at) for at in recorder.order], recorder.stops
+
+
+def understand_windows(model: Any, call: dict[str, Any]) -> tuple[str, dict[str, LayerSpec], list[int], set[int]]:
+    """The same of blocks of stages that attend in windows of a picture; no path of a stack. Raises NotUnderstood."""
+    calls, kinds = one_window(model, call), dict[Any, Any]()
+    ordered = {path: one for path, one in calls.items() if one[1] is not None}
+    seen = EncoderRecord([LayerRecord(one[0], path, kinds) for path, one in ordered.items()], in_windows=True)
+    recorder = EncoderRecorder(seen)
+    try:
+        with resting(model), math_attention(), recorder.attached(model), recorder.until_shown:
+            for layer, x, named in ordered.values():
+                layer(x, **named)
+    except NotUnderstood:
+        raise
+    except Exception as error:  # whatever a forward may raise
+        raise NotUnderstood(f"could not be examined: {reason_of(error)}") from error
+    known, specs = dict(zip(ordered, recorder.specs.values(), strict=True)), dict[str, LayerSpec]()
+    for path in calls:
+        before = next(reversed(specs.values()), None)  # a block with a shift is as the one before it
+        if (spec := known.get(path, before)) is None:
+            raise NotUnderstood("its first block moves windows")
+        one = cast(BidirectionalSpec, spec.attention)
+        turned = one.rotary is not None or one.q_norm is not None or one.k_norm is not None or one.key_scale != 1.0
+        if turned or one.heads != one.kv_heads:
+            raise NotUnderstood("its blocks turn or scale queries and keys")
+        specs[path] = spec
+    return "", specs, list(range(len(specs))), set()
 
 
 def _run_long(model: Any, stack: str, call: dict[str, Any], length: int) -> None:

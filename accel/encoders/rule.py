@@ -17,6 +17,7 @@ from accel.cuda_graphs.runner import GraphRunner
 from accel.cuda_graphs.small_calls import SmallCalls
 from accel.encoders.encoder import EncoderForward
 from accel.encoders.inputs import (
+    IMAGES,
     SOUNDS,
     TEXT,
     Inputs,
@@ -33,8 +34,9 @@ from accel.encoders.own_attention import ALONE, OwnAttention, OwnCodeForward, ow
 from accel.encoders.own_code import hides_all_from_some
 from accel.encoders.picture_sizes import picture_sizes
 from accel.encoders.position_bias import PositionBiasForward, long_text
-from accel.encoders.recording import understand_encoder
+from accel.encoders.recording import understand_encoder, understand_windows
 from accel.encoders.stack import EncoderLayerForward
+from accel.encoders.windows import blocks_in
 from accel.errors import reason_of
 from accel.fusion.stacked_linears import Stacked
 from accel.in_flight import listening
@@ -67,7 +69,7 @@ def match_encoder(site: Site, context: Context, root: nn.Module) -> Match | Skip
         return Skip(reason)
     try:
         example = small_call(model, inputs)
-        stack, specs, order, stops = understand_encoder(model, example)
+        stack, specs, order, stops = _understand(model, example, inputs)
         steps = context.of(ForwardContext)
         before = f"{site.path}." if site.path else ""
         fused = [
@@ -113,9 +115,23 @@ def match_encoder(site: Site, context: Context, root: nn.Module) -> Match | Skip
     note = "packed: padding is left out" if forward.blind else "packed: rows of padding are seen, and computed"
     note = note if masked else "images of any sizes in one row" if inputs.in_one_row else "without padding"
     note += "; own code of layers runs around their attention" if any(layer.inner for layer in fused) else ""
-    match = Match(forward, tuple(patches), covers=(stack,), note=note)
+    note = note if stack else "in windows of pictures"
+    match = Match(forward, tuple(patches), covers=(stack,) if stack else tuple(specs), note=note)
     # Of any sizes, which the code around the layers waits for the GPU to learn.
     return match if inputs.in_one_row else _in_graph(match, site, context, masked and inputs.main not in SOUNDS)
+
+
+def _understand(model: Any, example: dict[str, Any], inputs: Inputs) -> tuple:
+    """See `understand_encoder`."""
+    try:
+        return understand_encoder(model, example)
+    except NotUnderstood as reason:
+        if inputs != IMAGES or not blocks_in(model):
+            raise
+        try:
+            return understand_windows(model, example)
+        except NotUnderstood:
+            raise reason from None
 
 
 def _own_code(site: Site, context: Context, inputs: Inputs, reason: str) -> Match | Skip | None:

@@ -8,6 +8,7 @@ import torch
 from accel.encoders.bidirectional_attention import BidirectionalSpec
 from accel.encoders.packing import Packing, packed, unpadded
 from accel.encoders.position_bias import PositionBias
+from accel.encoders.windows import Windows, seen_windows
 from accel.errors import Unfit
 from accel.libraries.attention import LONGEST, MASK
 from accel.llm.attention.position_terms import POSITIONS
@@ -15,6 +16,7 @@ from accel.llm.generation.layer_forward import LayerForward
 from accel.llm.parts.step import Step
 from accel.llm.recording.record import form, is_absent
 from accel.patching.fast_forward import Kernels
+from accel.patching.guard import plain_settings
 
 HIDDEN_STATES = "output_hidden_states"
 
@@ -27,13 +29,16 @@ class EncoderStep(Step):
     `stops`, numbers of layers behind which somebody looks at what they gave. None where nothing is padding: then each
     runs when it is called, and what it gives may be looked at. begun: layers that have been computed. shape: (B, L) of
     the call; ids: of its words, where it is given these; packing: of its tokens. biases: see `EncoderForward`; tables:
-    what `bias` has made of them; packings: what `packed` has.
+    what `bias` has made of them; packings: what `packed` has. windows: of the layer that runs; seen: those of layers
+    before, by what their code was told.
     """
 
     __slots__ = (
-        "begun", "biases", "calls", "hidden", "ids", "layers", "packing", "packings", "run", "shape", "stops", "tables",
+        "begun", "biases", "calls", "hidden", "ids", "layers", "packing", "packings", "run", "seen", "shape", "stops",
+        "tables", "windows",
     )  # fmt: skip
     packing: Packing
+    windows: Windows
 
     def __init__(
         self,
@@ -46,6 +51,7 @@ class EncoderStep(Step):
         self.layers, self.run, self.biases, self.stops, self.begun = layers, run, biases, stops, 0
         self.tables: dict[str, torch.Tensor] = {}
         self.packings: dict[int, tuple[Any, Packing]] = {}
+        self.seen: dict[tuple, Windows] = {}
         self.calls: list[dict[str, Any]] = []
         self.hidden: torch.Tensor | None = None
         self.ids: torch.Tensor | None = None
@@ -141,13 +147,31 @@ class EncoderStep(Step):
         self.hidden = x
         if new:
             self.shape, self.packing = self.rows.shape[:2], unpadded(self.rows)
+        if layer.attention.windows:
+            self._look(layer, x, kwargs)
         return layer.bound(layer.kernels, self, x.flatten(0, -2)[None].contiguous(), kwargs).reshape(x.shape)
+
+    def _look(self, layer: "EncoderLayerForward", x: torch.Tensor, kwargs: dict[str, Any]) -> None:
+        """Has the layer's own code tell in which windows it attends. A picture that is too small may change it."""
+        settings = plain_settings(layer.module)
+        key = x.shape[1], repr(kwargs), settings
+        if key not in self.seen:
+            self.windows = seen_windows(layer.module, layer.bound.attention.module, x, kwargs)
+            if plain_settings(layer.module) != settings:
+                return
+            self.seen[key] = self.windows
+        self.windows = self.seen[key]
 
 
 class EncoderLayerForward(LayerForward):
     """One layer: of a step its own part, see `EncoderStep`; outside of one the stock forward."""
 
     made_up = False
+
+    def __init__(self, *place: Any, **more: Any) -> None:
+        super().__init__(*place, **more)
+        if self.attention.windows:
+            del self.layer_guard.records[""]  # what its own code reads of itself, it tells
 
     @property
     def attention(self) -> BidirectionalSpec:
@@ -162,6 +186,8 @@ class EncoderLayerForward(LayerForward):
         """A keyword that the layer was not seen with; masks are those of the step."""
         known = {*self.spec.given, (POSITIONS, (2, False)), (LONGEST, int)}
         told = ((name, one) for name, one in kwargs.items() if not is_absent(one) and "mask" not in name)
+        if self.attention.windows:  # its own code is told
+            return next((name for name, one in told if isinstance(one, torch.Tensor)), None)
         return next((name for name, one in told if (name, form(one)) not in known), None)
 
     def fast(self, step: Any, *args: Any, **kwargs: Any) -> Any:

@@ -108,6 +108,8 @@ OWN = {  # by class: a configuration and an input
     ),
     "XLMModel": (t.XLMConfig(**XLM), lambda: {"input_ids": torch.arange(4, 370).view(2, 183)}),
     "Swinv2Model": (t.Swinv2Config(**SWIN), lambda: {"pixel_values": torch.randn(3, 3, 128, 128)}),
+    "SwinModel": (t.SwinConfig(**SWIN | {"window_size": 7}), lambda: {"pixel_values": torch.randn(3, 3, 130, 190)}),
+    "DonutSwinModel": (t.DonutSwinConfig(**SWIN), lambda: {"pixel_values": torch.randn(3, 3, 128, 128)}),
     "WavLMModel": (t.WavLMConfig(**WAVES), lambda: {"input_values": torch.randn(2, 16000)}),
 }
 
