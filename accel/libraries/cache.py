@@ -211,7 +211,7 @@ def is_empty(cache: Any) -> bool:
     return cache is None or (type(cache) is EncoderDecoderCache and cache.get_seq_length() == 0)
 
 
-def output_of(kind: type, logits: Any, cache: Any, field: str, encoder: Any) -> Any:
-    """What a step returns. field: of the cache; encoder: what the encoder gave."""
+def output_of(kind: type, made: dict[str, Any], cache: Any, field: str, encoder: Any) -> Any:
+    """What a step returns. made: by the decoder; field: of the cache; encoder: what the encoder gave."""
     kept = {f"encoder_{name}": encoder.get(name) for name in KEPT}
-    return kind(logits=logits, **{field: cache}, encoder_last_hidden_state=encoder.last_hidden_state, **kept)
+    return kind(**made, **{field: cache}, encoder_last_hidden_state=encoder.last_hidden_state, **kept)

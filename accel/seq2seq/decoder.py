@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from math import inf
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from accel.libraries.cache import (
     POSITIONS,
     TOKENS,
     DynamicLayer,
+    DynamicSlidingWindowLayer,
     cache_argument,
     cache_field,
     empty_layers,
@@ -37,12 +39,14 @@ from accel.offload.call_hooks import streamed_model
 from accel.patching.fast_forward import FastForward
 from accel.patching.structure import CallersHook, foreign_hooks
 from accel.seq2seq.course import Course, StreamOrder
-from accel.seq2seq.fixed_memory import CROSS, OWN, FixedMemory, HeldLayer, Holding, Length
+from accel.seq2seq.fixed_memory import CROSS, OWN, FixedMemory, HeldLayer, HeldWindow, Holding, Length
 from accel.seq2seq.layers import DecoderLayerForward
 from accel.seq2seq.memory_attention import MemoryStep, hiding, up_to
 from accel.seq2seq.step_inputs import Masks, TextStep, step_behind
 
 KNOWN = {TOKENS, ENCODED, ENCODER_MASK, MASK, POSITIONS, "use_cache", "return_dict"}
+MADE = ("logits", "decoder_hidden_states")  # of an output; T5Gemma tells the last hidden states unasked
+LAYERS = DynamicLayer, DynamicSlidingWindowLayer, HeldLayer, HeldWindow
 FIRST = 8  # tokens that a text may begin with, to be run one by one
 RECENT = 1.0  # seconds since a step, after which a text counts as ended
 
@@ -106,22 +110,20 @@ class Seq2SeqForward(FastForward):
         given = self.named(args, with_present_names(type(self.module).forward, kwargs))
         cache = given.pop(self.cache_name, None)
         if is_empty(cache):
-            logits = self._first(cache, given)
-            if logits is None:
+            made = self._first(cache, given)
+            if made is None:
                 return self.stock(*args, **kwargs)
         else:
             self._check(given)
             with self.lock, self.order.inside(given[TOKENS].device):
                 # Under a budget weights may move from one step to the next.
                 self.trusted = self.course.begin() and streamed_model(self.module) is None
-                logits = self._logits(cache, given)
-        result = output_of(self.output, logits, cache, cache_field(self.output), given[ENCODED])
+                made = self._made(cache, given)
+        result = output_of(self.output, made, cache, cache_field(self.output), given[ENCODED])
         return result if given.get("return_dict") is not False else result.to_tuple()
 
-    def _first(self, cache: Any, given: dict[str, Any]) -> torch.Tensor | None:
-        """The logits of the first tokens of a text, (rows, tokens, vocabulary), by steps; None where they are run at
-        once, by stock.
-        """
+    def _first(self, cache: Any, given: dict[str, Any]) -> dict[str, Any] | None:
+        """What `step` gives, of the first tokens of a text; None where they are run at once, by stock."""
         layers, tokens, positions = empty_layers(cache), given.get(TOKENS), given.get(POSITIONS)
         if not self.begins or layers is None or len(layers[OWN]) != len(self.layers) or given.get(MASK) is not None:
             return None
@@ -129,7 +131,7 @@ class Seq2SeqForward(FastForward):
             return None  # keys and values of what the encoder gave are made before its layers are called
         if type(tokens) is not torch.Tensor or tokens.dim() != 2 or not 0 < tokens.shape[1] <= FIRST:
             return None
-        if positions is not None and positions.shape != tokens.shape:
+        if given.get("logits_to_keep") or (positions is not None and positions.shape != tokens.shape):
             return None
         steps = [given | {TOKENS: tokens[:, at : at + 1]} for at in range(tokens.shape[1])]
         if positions is not None:
@@ -147,7 +149,7 @@ class Seq2SeqForward(FastForward):
                     hold_nothing(own, hidden.new_empty(shape, dtype=next(self.module.parameters()).dtype))
                 holding = self._held(layers, told[0], self._beams_of(hidden))
                 try:
-                    logits = self._begun(holding, hidden, told)
+                    made = self._begun(holding, hidden, told)
                 except BaseException:  # stock begins with an empty cache
                     holding.forget()
                     self.holding = None
@@ -155,16 +157,16 @@ class Seq2SeqForward(FastForward):
         except Unfit:
             return None
         note_filled(cache)
-        return logits
+        return made
 
     def _told(self, given: dict[str, Any], start: int, length: int) -> TextStep:
         return step_behind(self.module, given, start, length, self.masks)
 
-    def _begun(self, holding: Holding, hidden: torch.Tensor, told: list[TextStep]) -> torch.Tensor:
+    def _begun(self, holding: Holding, hidden: torch.Tensor, told: list[TextStep]) -> dict[str, Any]:
         for layer, kept in zip(self.layers, holding.kept[CROSS], strict=True):
             layer.fill_from(hidden[:: holding.beams], kept)
         holding.lengths[CROSS] = hidden.shape[1]
-        return torch.cat([self._next(holding, one) for one in told], 1)
+        return {"logits": torch.cat([self._next(holding, one)["logits"] for one in told], 1)}
 
     @contextmanager
     def told_beams(self, given: dict[str, Any], config: Any) -> Iterator[None]:
@@ -199,7 +201,8 @@ class Seq2SeqForward(FastForward):
 
     def _check(self, given: dict[str, Any]) -> None:
         """Raises Unfit for a call that is no step."""
-        unknown = next((name for name, one in given.items() if name not in KNOWN and not is_absent(one)), None)
+        known = KNOWN | ({"logits_to_keep"} if type(given.get("logits_to_keep")) is int else set())
+        unknown = next((name for name, one in given.items() if name not in known and not is_absent(one)), None)
         if unknown is not None:
             raise Unfit(f"called with {unknown}")
         tokens, encoder = given.get(TOKENS), given.get(ENCODED)
@@ -208,7 +211,7 @@ class Seq2SeqForward(FastForward):
         if given.get("use_cache") is False or not hasattr(encoder, "last_hidden_state"):
             raise Unfit("no cache, or nothing that an encoder gave")
 
-    def _logits(self, cache: Any, given: dict[str, Any]) -> torch.Tensor:
+    def _made(self, cache: Any, given: dict[str, Any]) -> dict[str, Any]:
         found = self.holding
         if self.trusted and found is not None and (next_ := self.course.next(cache, found, given)) is not None:
             return self._next(found, next_)
@@ -232,11 +235,11 @@ class Seq2SeqForward(FastForward):
         told, beams = self.beams
         return beams if self.layers and told() is hidden else 1
 
-    def _next(self, holding: Holding, step: TextStep) -> torch.Tensor:
+    def _next(self, holding: Holding, step: TextStep) -> dict[str, Any]:
         self.used = threading.get_ident(), time.monotonic()
-        logits = self._run(holding, step)
+        made = self._run(holding, step)
         holding.lengths[OWN] += 1
-        return logits
+        return made
 
     def _held(self, layers: tuple[list, list], step: TextStep, beams: int) -> Holding:
         """The cache in the fixed memory. Raises Unfit where its steps are better left stock."""
@@ -251,8 +254,10 @@ class Seq2SeqForward(FastForward):
                 raise Unfit("another thread's text is under way")  # or each step would move both
             found.release()
             self.holding = None
-        if any(type(layer) not in (DynamicLayer, HeldLayer) for part in layers for layer in part):
+        if any(type(layer) not in LAYERS for part in layers for layer in part):
             raise Unfit("cache layers of another kind")
+        if any(getattr(layer, "sliding_window", inf) <= rooms[part] for part in (OWN, CROSS) for layer in layers[part]):
+            raise Unfit("a window that a text of this length may pass")
         forms = [{(one.shape, one.dtype) for layer in part for one in (layer.keys, layer.values)} for part in layers]
         if any(len(form) > 1 for form in forms):
             raise Unfit("keys and values of different sizes")
@@ -271,7 +276,7 @@ class Seq2SeqForward(FastForward):
                 self.runner.entries.clear()
         return self.holding
 
-    def _run(self, holding: Holding, step: TextStep) -> torch.Tensor:
+    def _run(self, holding: Holding, step: TextStep) -> dict[str, Any]:
         holding.settle(OWN)
         holding.settle(CROSS)
         eager: Callable = partial(self.step, holding)
@@ -281,11 +286,11 @@ class Seq2SeqForward(FastForward):
         replayed: Any = self.runner.begin(tuple(step.given), {}, variant) if self.trusted else None
         if replayed is not None:
             return replayed.outputs
-        logits = self.runner(eager, tuple(step.given), {}, variant)
+        made: Any = self.runner(eager, tuple(step.given), {}, variant)
         known = (entry for key, entry in self.runner.entries.items() if key[-1] == variant)
         if self.runner.reason is not None or any(entry.reason is not None for entry in known):
             self.declined.add(step.key)
-        return logits
+        return made
 
     def step(
         self,
@@ -295,8 +300,8 @@ class Seq2SeqForward(FastForward):
         mask: torch.Tensor | None,
         padding: torch.Tensor | None,
         positions: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """The logits, (rows, 1, vocabulary), by the model's own code. Nothing it does depends on lengths in Python."""
+    ) -> dict[str, Any]:
+        """`MADE`, of (rows, 1, ...), by the model's own code. Nothing it does depends on lengths in Python."""
         rows, room, cross = holding.rows, holding.room(OWN), holding.room(CROSS)
         holding.place.length = Length(start.reshape(1), 1, room - 1)
         dtype, fused = holding.kept[OWN].dtype, self._ready(room)
@@ -319,7 +324,8 @@ class Seq2SeqForward(FastForward):
         given |= {} if positions is None else {POSITIONS: positions}
         step = MemoryStep(self.kernels, holding, start, (padding, mask), self.biases) if fused else None
         with nullcontext() if step is None else self.steps.taken(step):
-            return type(self.module).forward(self.module, **given).logits
+            output = type(self.module).forward(self.module, **given)
+        return {name: output[name] for name in MADE if name in output}
 
     def _ready(self, room: int) -> bool:
         """Whether the layers may be computed fused. Binds them to the weights where the model has changed."""

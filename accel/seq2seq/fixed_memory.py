@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 import torch
 from accel_kernels.attention.paged.kv import KV, LENGTH, PADDING_MASK, metadata_of
 
-from accel.libraries.cache import DynamicLayer, pair_of
+from accel.libraries.cache import DynamicLayer, DynamicSlidingWindowLayer, pair_of
 
 OWN, CROSS = 0, 1  # parts of a cache
 Shape = tuple[int, ...]  # layers, 2, rows, heads, tokens, D
 BLOCK = 64  # tokens, of a store; a row has whole blocks
+ASKED = "a step asks how many tokens came before it"
 COUNTED = 64  # numbers for each row and head that `accel_kernels.paged_attention` counts by
 
 
@@ -115,24 +116,30 @@ class Length:
         tensors = (one.at[0] if isinstance(one, cls) else one for one in args)
         return func(*tensors, **(kwargs or {}))
 
-    def _order(self, other: Any) -> int:
-        if isinstance(other, int) and not self.least <= other <= self.most:
-            return 1 if self.least > other else -1
-        raise ValueError("a step asks how many tokens came before it")
-
     def __gt__(self, other: Any) -> bool:
-        return self._order(other) > 0
+        if isinstance(other, int) and not self.least <= other < self.most:
+            return self.least > other
+        raise ValueError(ASKED)
+
+    def __int__(self) -> int:
+        raise ValueError(ASKED)
+
+    __index__ = __int__
 
     def __lt__(self, other: Any) -> bool:
-        return self._order(other) < 0
+        return not self > other - 1
 
-    __ge__, __le__ = __gt__, __lt__
+    def __ge__(self, other: Any) -> bool:
+        return self > other - 1
+
+    def __le__(self, other: Any) -> bool:
+        return not self > other
 
     def __bool__(self) -> bool:
         return self > 0
 
-    def __eq__(self, other: object) -> bool:
-        return self._order(other) == 0
+    def __eq__(self, other: Any) -> bool:
+        return self >= other and self <= other
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -211,7 +218,7 @@ class Holding:
     def holds(self, layers: tuple[list[Any], list[Any]]) -> bool:
         """Whether these are the layers of a cache that are in here."""
         mine = [[ref() for ref in own] for own in self.layers]
-        return mine == [*layers] and all(type(layer) is HeldLayer for own in layers for layer in own)
+        return mine == [*layers] and all(isinstance(layer, HeldLayer) for own in layers for layer in own)
 
     def read(self, part: int, index: int) -> torch.Tensor:
         """Keys and values of a layer, (2, rows, heads, tokens, D), a view but for beams that share them."""
@@ -222,12 +229,12 @@ class Holding:
     @property
     def alive(self) -> bool:
         """Whether a cache is still in here."""
-        return any(type(ref()) is HeldLayer for own in self.layers for ref in own)
+        return any(isinstance(ref(), HeldLayer) for own in self.layers for ref in own)
 
     def release(self) -> None:
         """Gives the cache, where there still is one, keys and values of its own."""
         for layer in (ref() for own in self.layers for ref in own):
-            if type(layer) is HeldLayer:
+            if isinstance(layer, HeldLayer):
                 layer.leave()
 
     def forget(self) -> None:
@@ -286,24 +293,27 @@ class HeldLayer(DynamicLayer):
     holding: Holding
     part: int
     index: int
+    stock: type[DynamicLayer] = DynamicLayer
 
-    @classmethod
-    def put_into(cls, layer: Any, *place: Any) -> Any:
+    @staticmethod
+    def put_into(layer: Any, *place: Any) -> Any:
         """This layer, which is one of these from now on."""
         del layer.keys, layer.values
-        layer.__class__ = cls
+        layer.__class__ = next(one for one in (HeldLayer, HeldWindow) if one.stock is type(layer))
         layer.holding, layer.part, layer.index = place
         return layer
 
-    def leave(self) -> None:
-        """Is a layer with keys and values of its own from now on."""
-        keys, values = self.holding.read(self.part, self.index).clone()
-        self._become(keys, values)
+    def own(self) -> DynamicLayer:
+        """A layer with keys and values of its own."""
+        layer, held = object.__new__(self.stock), vars(self)
+        layer.__dict__ |= {name: one for name, one in held.items() if name not in ("holding", "part", "index")}
+        layer.__dict__ |= {"cumulative_length": self.get_seq_length()} if "cumulative_length" in held else {}
+        layer.keys, layer.values = self.holding.read(self.part, self.index).clone()
+        return layer
 
-    def _become(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        self.__class__ = DynamicLayer
-        del self.holding, self.part, self.index
-        self.keys, self.values = keys, values
+    def leave(self) -> None:
+        """Is such a layer from now on."""
+        self.__dict__, self.__class__ = vars(self.own()), self.stock
 
     keys, values = _in_memory("keys", 0), _in_memory("values", 1)
 
@@ -316,12 +326,24 @@ class HeldLayer(DynamicLayer):
         else:
             self.holding.reorder(self.part, self.index, beam_idx)
 
-    def __reduce_ex__(self, protocol: Any) -> tuple:
-        return _own_layer, (*self.holding.read(self.part, self.index).clone(),)
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _as_it_is, (self.own(),)
 
 
-def _own_layer(keys: torch.Tensor, values: torch.Tensor) -> DynamicLayer:
-    layer = DynamicLayer()
-    layer.lazy_initialization(keys, values)
-    layer.keys, layer.values = keys, values
+def _as_it_is(layer: DynamicLayer) -> DynamicLayer:
     return layer
+
+
+class HeldWindow(HeldLayer, DynamicSlidingWindowLayer):
+    """The same of a layer with a window, which its text has not passed."""
+
+    stock = DynamicSlidingWindowLayer
+
+    @property
+    def cumulative_length(self) -> int:  # type: ignore[override]
+        return self.get_seq_length()
+
+    @cumulative_length.setter
+    def cumulative_length(self, value: int) -> None:
+        self.leave()
+        self.cumulative_length = value

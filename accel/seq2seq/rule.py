@@ -24,6 +24,7 @@ from accel.libraries.cache import (
     TOKENS,
     DynamicCache,
     DynamicLayer,
+    DynamicSlidingWindowLayer,
     cache_of,
     empty_pair,
     encoded,
@@ -156,11 +157,12 @@ class StepTrial:
         device, dtype = placement(model)
         generator = torch.Generator().manual_seed(0)
         width = getattr(getattr(model.get_encoder(), "config", None), "hidden_size", None)
-        words = getattr(model.get_decoder().get_input_embeddings(), "weight", None)
+        words = getattr(getattr(model.get_decoder(), "get_input_embeddings", bool)(), "weight", None)
         if not isinstance(width, int) or words is None:
             raise NotUnderstood("its encoder's width, or its decoder's table of words, is in another place")
-        if any(type(layer) is not DynamicLayer for layer in DynamicCache(config=model.get_decoder().config).layers):
-            raise NotUnderstood("its cache keeps other things than keys and values of all tokens")  # as of a window
+        layers = DynamicCache(config=model.get_decoder().config).layers
+        if any(type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers):
+            raise NotUnderstood("its cache keeps other things than keys and values")
         self.forward, forward.width = forward, width
         self.reason: str | None = None  # why the model's own code computes no steps
         self.hidden = torch.randn(ROWS, FRAMES, width, generator=generator, device="cpu").to(device, dtype)

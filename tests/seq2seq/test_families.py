@@ -1,8 +1,12 @@
 """generate() of more families, known by what they hold."""
 
+import copy
+
 import pytest
 import torch
 import transformers as t
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.modeling_outputs import BaseModelOutput
 
 from support.objects.seq2seq import (
     LAYERS,
@@ -11,6 +15,7 @@ from support.objects.seq2seq import (
     STEPS,
     TEXT,
     WIDTH,
+    WORDS,
     assert_same,
     fallbacks,
     moonshine,
@@ -55,6 +60,42 @@ def test_speech2text_whose_mask_is_of_frames(steps, attended, monkeypatch):
         assert_same(model, stock, call | given, options(num_beams=2))
     assert ran == [4] * 2 * STEPS and attended == [False, True] * LAYERS * len(ran)
     assert not fallbacks(model)
+
+
+def gemmas():
+    """Whose caches have windows, of more tokens than there is room for."""
+    sizes = {"vocab_size": WORDS, "hidden_size": WIDTH, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 140}
+    sizes |= {"layer_types": ["sliding_attention", "full_attention"]}
+    both = {"encoder": {**sizes}, "decoder": sizes | {"cross_attention_hidden_size": WIDTH}}
+    return t.T5GemmaForConditionalGeneration(t.T5GemmaConfig(**both, vocab_size=WORDS))
+
+
+@torch.no_grad()
+def test_windows_that_a_text_has_not_passed(steps, monkeypatch):
+    monkeypatch.setitem(MAKES, "T5Gemma", gemmas)
+    model, stock = optimized("T5Gemma")
+    ran = steps()
+    for chosen in ({}, {"num_beams": 2}):
+        assert_same(model, stock, source("T5Gemma"), options(**chosen))
+    assert len(ran) >= 2 * (STEPS - 1) and not fallbacks(model)
+    shown = []
+    for one in (model, stock):
+        given = {"decoder_input_ids": torch.arange(4, 18).view(2, 7), "use_cache": True}
+        first = one(**source("T5Gemma"), **given)
+        more = {"encoder_outputs": (first.encoder_last_hidden_state,), "past_key_values": first.past_key_values}
+        more["encoder_outputs"] = BaseModelOutput(*more["encoder_outputs"])
+        step = one(**more, decoder_input_ids=torch.full((2, 1), 5), use_cache=True)
+        copied = copy.deepcopy(step.past_key_values)
+        later = [one(**more | {"past_key_values": cache}, **given) for cache in (copied, step.past_key_values)]
+        shown.append([step.decoder_hidden_states[0], *(output.logits for output in later)])
+        assert {type(layer) for layer in copied.self_attention_cache.layers} == {
+            DynamicSlidingWindowLayer,
+            DynamicLayer,
+        }
+    torch.testing.assert_close(*shown, rtol=1e-5, atol=1e-4)
+    model.generate(**source("T5Gemma"), max_new_tokens=132, min_new_tokens=132)
+    assert "a window that a text of this length may pass" in fallbacks(model)
 
 
 def speech_to_words():
