@@ -75,6 +75,25 @@ def test_one_graph_serves_texts_of_every_length(family, implementation, monkeypa
     assert len(looked) < runner.replays / 2  # no code of others runs between steps
 
 
+GEMMA = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 16}
+GEMMA |= {"num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 512}
+GEMMA |= {"layer_types": ["sliding_attention", "full_attention"]}
+GEMMAS = {"encoder": GEMMA, "decoder": GEMMA | {"cross_attention_hidden_size": 64}, "vocab_size": 256}
+
+
+def test_layers_with_windows_are_in_graphs(monkeypatch):
+    """By the model's own code: its scores are capped, where they are not left to SDPA."""
+    monkeypatch.setitem(MAKES, "T5Gemma", lambda: t.T5GemmaForConditionalGeneration(t.T5GemmaConfig(**GEMMAS)))
+    stock = made("T5Gemma")
+    ours = accel.optimize(copy.deepcopy(stock), graphs=True)
+    ids = torch.randint(5, 256, (3, 40), device="cuda")
+    mask = (torch.arange(40, device="cuda") < torch.tensor([[40], [31], [12]], device="cuda")).long()
+    for more in ({}, {"num_beams": 2}, {}):
+        call = {"attention_mask": mask, "max_new_tokens": 60, "min_new_tokens": 60} | more
+        assert torch.equal(ours.generate(ids, **call), stock.generate(ids, **call))
+    assert vars(ours)["forward"].runner.replays > 100 and accel.report(ours).fallbacks == []
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("family", MAKES)
 def test_logits_in_bf16_are_as_close_as_those_of_stock(family):
