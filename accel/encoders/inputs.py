@@ -127,7 +127,8 @@ def _sounds(model: Any, inputs: Inputs) -> Iterator[dict[str, Any]]:
     longest = getattr(model.config, "max_source_positions", None)
     shapes: list[tuple] = []
     if isinstance(first, nn.Conv2d):
-        shapes = [(1, *(getattr(model.config, name, 0) for name in ("max_length", "num_mel_bins")))]
+        length, bins = (getattr(model.config, name, 0) for name in ("max_length", "num_mel_bins"))
+        shapes = [(1, length, bins), (1, first.in_channels, bins, bins)]
     elif isinstance(first, nn.Conv1d):
         lengths = (ROWS, (FRAMES + 2) * steps), *([(1, longest * steps)] if isinstance(longest, int) else [])
         for rows, length in lengths:
@@ -227,6 +228,7 @@ def unread(model: Any, example: dict[str, Any]) -> frozenset[str]:
     mask = _half(images.new_zeros(images.shape[0], *(images.shape[2:] or images.shape[1:]), dtype=torch.int64))
     beside = [("pixel_mask", mask), ("token_type_ids", torch.ones_like(mask[..., :1].flatten(1))), ("use_cache", True)]
     if next(iter(example)) in SOUNDS:  # whose frames may be either
+        beside += [("is_longer", mask.new_ones(len(images), 1, dtype=torch.bool))]
         beside += [(TEXT.mask, _half(mask.new_zeros(len(images), size))) for size in images.shape[1:]]
     plain, same = tensors_of(type(model).forward(model, **example)), dict[str, bool]()
     for name, one in beside:

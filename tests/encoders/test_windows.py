@@ -15,6 +15,9 @@ from support.state import assert_same_state, snapshot
 SWIN = {"image_size": 32, "patch_size": 2, "embed_dim": 8, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4}
 STAGES = {"out_features": ["stage1", "stage2"]}
 
+HEARS = {"spec_size": 64, "num_mel_bins": 16, "patch_embeds_hidden_size": 8, "hidden_size": 16, "window_size": 4}
+HEARS |= {"depths": [2, 2], "num_attention_heads": [2, 4], "num_hidden_layers": 2, "patch_size": 4}
+
 
 def pictures(*shape):
     return {"pixel_values": torch.randn(shape[0], 3, *shape[1:], generator=torch.Generator().manual_seed(1))}
@@ -29,6 +32,16 @@ MODELS = {
     "maskformer": (
         lambda: t.MaskFormerSwinBackbone(t.MaskFormerSwinConfig(**SWIN, **STAGES, qkv_bias=False)),
         [CALLS[0], pictures(1, 9, 22)],
+    ),
+    # A spectrum as a picture; whether a sound is longer matters to others of its kind.
+    "clap": (
+        lambda: t.ClapAudioModel(t.ClapAudioConfig(**HEARS)),
+        [
+            {
+                "input_features": torch.linspace(-3, 2, 60 * 16).sin().view(1, 1, 60, 16),
+                "is_longer": torch.ones(1, 1) > 0,
+            }
+        ],
     ),
 }
 
