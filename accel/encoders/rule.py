@@ -40,7 +40,7 @@ from accel.errors import reason_of
 from accel.fusion.stacked_linears import Stacked
 from accel.in_flight import listening
 from accel.libraries.cache import cache_of
-from accel.libraries.models import is_causal_lm
+from accel.libraries.models import is_causal_lm, is_seq2seq
 from accel.llm.parts.step import ForwardContext
 from accel.llm.recording.record import NotUnderstood
 from accel.llm.recording.recorder import example_ids, resting
@@ -60,7 +60,9 @@ def match_encoder(site: Site, context: Context, root: nn.Module) -> Match | Skip
         return None
     if any(inputs_of(one) == inputs for one in list(model.modules())[1:]):
         return None
-    if getattr(model.config, "is_encoder_decoder", False) and cast(Any, root).get_encoder() is not model:
+    if (getattr(model.config, "is_encoder_decoder", False) or _in_decoder(model, root)) and (
+        cast(Any, root).get_encoder() is not model
+    ):
         return None  # its decoder, or no part that reads a text alone
     if meta_weights(model):
         return Skip("weights are not loaded (meta device)")
@@ -131,6 +133,11 @@ def _understand(model: Any, example: dict[str, Any], inputs: Inputs) -> tuple:
             return understand_windows(model, example)
         except NotUnderstood:
             raise reason from None
+
+
+def _in_decoder(model: nn.Module, root: Any) -> bool:
+    """Whether it is part of what writes, as in Donut, whose steps are fused otherwise."""
+    return is_seq2seq(root) and any(one is model for one in root.get_decoder().modules())
 
 
 def _own_code(site: Site, context: Context, inputs: Inputs, reason: str) -> Match | Skip | None:

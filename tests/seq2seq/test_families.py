@@ -136,4 +136,4 @@ def test_texts_of_pictures(config, steps, attended, monkeypatch):
     ran = steps()
     call = {"pixel_values": torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))}
     assert_same(model, stock, call, options() | {"decoder_start_token_id": 2, "pad_token_id": 0, "eos_token_id": 1})
-    assert len(ran) >= STEPS - 1 and True in attended
+    assert len(ran) >= STEPS - 1 and True in attended and not fallbacks(model)
