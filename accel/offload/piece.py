@@ -3,9 +3,10 @@
 import enum
 
 import torch
+from torch import nn
 
 from accel.errors import logged
-from accel.offload.layout import Layout, become, form_of, views
+from accel.offload.layout import Layout, become, form_of, views, weights_in
 from accel.offload.memory import HostBuffer
 
 
@@ -101,6 +102,18 @@ def laid_anew(
         for slot in piece.layout.slots:
             present.pop(id(slot.tensor), None)
     return [(path, Layout(held)) for path, held in (*found, ("", list(present.values()))) if held]
+
+
+def blocks_moved(model: nn.Module, pieces: list[PlacedWeights]) -> bool:
+    """Whether blocks have other places in the model than they had, or are gone."""
+    for piece in pieces:
+        try:
+            there = {id(one) for one in weights_in(model.get_submodule(piece.path))}
+        except AttributeError:
+            return True
+        if not any(id(slot.tensor) in there for slot in piece.layout.slots):
+            return True
+    return False
 
 
 def where_left(pieces: list[PlacedWeights], tensors: list[torch.Tensor]) -> bool:

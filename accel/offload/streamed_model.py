@@ -19,7 +19,7 @@ from accel.offload.call_hooks import elements, hook_blocks, hook_model, streamed
 from accel.offload.hot_experts import ExpertTables, HotExperts, stacks_in
 from accel.offload.layout import CPU, unmovable, weights_in
 from accel.offload.memory import PAGE, HostBuffer
-from accel.offload.piece import PlacedWeights, WeightPlacement, laid_anew, where_left
+from accel.offload.piece import PlacedWeights, WeightPlacement, blocks_moved, laid_anew, where_left
 from accel.offload.placed_model import ROW, PlacedModel, sums
 from accel.offload.ring import Ring
 from accel.patching.fast_forward import FastForward
@@ -37,14 +37,7 @@ class StreamedModel(PlacedModel):
 
     copied: tuple[str, ...] = (*PlacedModel.copied, "budget", "alone")
 
-    def __init__(
-        self,
-        model: nn.Module,
-        device: torch.device,
-        prepare: Callable[[nn.Module, torch.device], None],
-        budget: Budget,
-        alone: bool = False,
-    ):
+    def __init__(self, model: nn.Module, device: torch.device, prepare: Callable, budget: Budget, alone: bool = False):
         self.budget, self.alone = budget, alone
         super().__init__(model, device, prepare)
         hook_model(self)
@@ -89,10 +82,9 @@ class StreamedModel(PlacedModel):
 
     def leave(self) -> nn.Module:
         """From the GPU to the CPU, whoever has moved it there."""
-        if self.replaced:
-            return self.model
-        self.bring_back()
-        type(self.model).to(self.model, "cpu")  # what came to it on the GPU
+        if not self.replaced:
+            self.bring_back()
+            type(self.model).to(self.model, "cpu")  # what came to it on the GPU
         return self.model
 
     @property
@@ -111,6 +103,7 @@ class StreamedModel(PlacedModel):
         Pieces that nobody touched stay; what is new beside them, such as an adapter, is for the card.
         """
         present = set(map(id, tensors))
+        self.pieces = [] if blocks_moved(self.model, self.pieces) else self.pieces
         kept = intact = [piece for piece in self.pieces if piece.intact(present)]
         if self.stacks and any(piece.path for piece in self.pieces if piece not in kept):
             kept = []  # whose tensors lie side by side
@@ -167,6 +160,9 @@ class StreamedModel(PlacedModel):
         self.due = False
         if self.arena is None or (streamed, copies) != (self.streamed, self.copies):
             self.bring_back()
+            if blocks_moved(self.model, self.pieces):
+                self._pack(weights_in(self.model))
+                return self._place()
             self._bring(streamed, copies)
 
     def _bring(self, streamed: tuple[int, ...], copies: int) -> None:
@@ -313,11 +309,10 @@ class StreamedModel(PlacedModel):
 
     def _learn(self, size: int, before: int) -> None:
         """From a call of a new size: what it needed, and in which order it called the blocks."""
-        peak = self._peak()
-        known = self.measured.get(self.part, Measured(0, 0))
-        self.measured[self.part], self.due = Measured(size, max(known.nbytes, peak - before)), True
-        if self.outside + self.sizes.least() + peak - before > self.budget.card:  # which has more, or it had failed
-            told = type(self.model).__name__, self.sizes.least(), f"{(peak - before) / 1e9:.2f} GB"
+        needed, known = self._peak() - before, self.measured.get(self.part, Measured(0, 0))
+        self.measured[self.part], self.due = Measured(size, max(known.nbytes, needed)), True
+        if self.outside + self.sizes.least() + needed > self.budget.card:  # which has more, or it had failed
+            told = type(self.model).__name__, self.sizes.least(), f"{needed / 1e9:.2f} GB"
             warnings.warn(self.budget.too_little(*told), stacklevel=2)
         called = dict.fromkeys(self.seen or ())
         turn = iter(called)

@@ -197,6 +197,21 @@ def test_it_is_saved_as_it_is_and_what_changes_shape_in_place_is_seen(tmp_path):
     assert float((call(model) - call(twin)).abs().max()) < 1e-5 and torch.equal(weight, wanted)
 
 
+@torch.no_grad()
+def test_blocks_that_change_places_are_followed():
+    model, call = flux()
+    twin = copy.deepcopy(model)
+    accel.optimize(model, memory=int(1.1 * within(model, 0.7)))
+    for size in (9, 16, 40):  # of which each is a reason to choose anew what streams
+        for blocks in (model.single_transformer_blocks, twin.single_transformer_blocks):
+            blocks[2], blocks[3] = blocks[3], blocks[2]
+            del blocks[5 if size == 40 else len(blocks) :]
+        for _ in range(2):
+            assert float((call(model, size) - call(twin, size)).abs().max()) < 2e-5
+    accel.restore(model)
+    same(model, stored(twin))
+
+
 @pytest.mark.parametrize("change", ["removed", "shared"])
 @torch.no_grad()
 def test_hooks_of_a_pipeline_that_others_take_off(sdxl_pipe, live, monkeypatch, change):
