@@ -62,17 +62,17 @@ class HostCopies:
 
 
 def capture_with_copies(
-    run: Callable[[], Any], pool: Callable[[], Any], somewhere: Callable[[bool], bool] = bool
+    run: Callable[[], Any], pool: Callable[[bool], Any], somewhere: Callable[[bool], bool] = bool
 ) -> tuple[torch.cuda.CUDAGraph, Any, HostCopies]:
     """A graph of run(), its result, and the host copies it reads, which are noted only if a first capture fails.
 
-    pool(): the memory pool, asked for each time: one whose only graph failed must not be used again. somewhere(flag):
+    pool(failed): the memory pool, another one where a capture of the last one has failed. somewhere(flag):
     whether flag holds on any rank. The eager run that notes copies waits for other ranks, so all make it, or none.
     """
     graph, copies, made = torch.cuda.CUDAGraph(), HostCopies(), None
     failure: Exception | None = None
     try:
-        with capture(graph, pool()):
+        with capture(graph, pool(False)):
             made = run()
     except Exception as error:
         logged(error)
@@ -89,7 +89,7 @@ def capture_with_copies(
             raise failure
         failure = None  # and lets go of what its frames hold
     graph = torch.cuda.CUDAGraph()
-    with capture(graph, pool()), copies.replayed():
+    with capture(graph, pool(True)), copies.replayed():
         return graph, run(), copies
 
 

@@ -62,10 +62,11 @@ class GraphPool:
     def add(self, runner: Runner) -> None:
         self._runners[next(self.numbers)] = runner
 
-    def handle(self, device: torch.device) -> object:
+    def handle(self, device: torch.device, failed: bool = False) -> object:
+        """Of the memory of the next graph. failed: a capture to the last one has, which torch 2.11 then never ends."""
         with torch.cuda.device(device):
             # A pool whose last graph is gone must not be used again: torch's allocator may still be freeing it.
-            if device not in self.handles or not self._occupied(device):
+            if failed or device not in self.handles or not self._occupied(device):
                 self.handles[device] = torch.cuda.graph_pool_handle()
                 self.left_mb.pop(device, None)
             if device not in self.done:

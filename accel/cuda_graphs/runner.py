@@ -289,6 +289,7 @@ class GraphRunner:
             # eager. A GPU that has failed says so at the next line that waits for it.
             entry.graph, entry.reason = None, f"capture failed: {logged(error)}"
             self.reason = Entry.hopeless(self.entries.values(), error) if self.ranks is None else self.reason
+            self.pool.handles.pop(device, None)
             torch.cuda.current_stream(device).synchronize()
             gc.collect()
             torch.cuda.empty_cache()

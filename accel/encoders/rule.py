@@ -156,7 +156,7 @@ def _own_code(site: Site, context: Context, inputs: Inputs, reason: str) -> Matc
             found = own_attentions(model, example)
             patches = tuple(ForwardPatch(one, OwnAttention(one, path, *place)) for path, one in found.items())
             with as_written():
-                wanted = [_seeded(forward.stock, call) for call in calls]
+                wanted = [_seeded(model, forward.stock, call) for call in calls]
             with _applied(forward, patches):
                 told = next(filter(None, (_differs(forward, *pair) for pair in zip(calls, wanted, strict=True))), None)
     except NotUnderstood as other:
@@ -204,7 +204,7 @@ def _try(forward: EncoderForward, example: dict[str, Any]) -> None:
     with resting(model), math_attention():
         with as_written():
             calls += wide_call(model, inputs, example) if inputs != TEXT else []
-            wanted = [_seeded(forward.stock, call) for call in calls]
+            wanted = [_seeded(model, forward.stock, call) for call in calls]
             everywhere = all(layer.attention.reach is None and not layer.inner for layer in forward.layers)
             forward.alike = own and everywhere and mask in forward.names and hides_all_from_some(model, calls[1])
             forward.caches = cache_of(wanted[0]) is not None
@@ -225,9 +225,12 @@ def _try(forward: EncoderForward, example: dict[str, Any]) -> None:
     forward.shows, forward.mirrors = fitting[0], False
 
 
-def _seeded(forward: Callable, call: dict) -> Any:
-    """What it gives, with random numbers that are the same each time: some hide patches by chance."""
-    with torch.random.fork_rng():
+def _seeded(model: Any, forward: Callable, call: dict) -> Any:
+    """What it gives, with random numbers that are the same each time: some hide patches by chance.
+
+    The model is as before then: blocks of windows remember the smallest picture.
+    """
+    with resting(model), torch.random.fork_rng():
         torch.manual_seed(0)
         return forward(**call)
 
@@ -237,7 +240,7 @@ def _differs(forward: EncoderForward | OwnCodeForward, call: dict, wanted: Any) 
     if (reason := forward.unfit(**call)) is not None:
         return reason
     try:
-        got = _seeded(forward.fast, call)
+        got = _seeded(forward.module, forward.fast, call)
     except Exception as error:  # whatever the model's own code may raise
         return f"the trial{told} raised {reason_of(error)}"
     found = tensors_of(got)

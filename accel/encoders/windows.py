@@ -125,7 +125,7 @@ def one_window(model: nn.Module, call: dict[str, Any]) -> dict[str, tuple[nn.Mod
         type(model).forward(model, **call)
     found = {}
     for path, block in blocks.items():
-        x, named = noted.get(block, (torch.empty(0, 0, 0), {}))
+        x, named = noted.get(block, (torch.empty(0, 0, 0, device="cpu"), {}))
         sizes = [name for name, one in named.items() if _is_size(one, x.shape[1])]
         if len(sizes) != 1:
             raise NotUnderstood("its blocks are not told how large a picture is")

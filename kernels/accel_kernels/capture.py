@@ -39,7 +39,8 @@ def capture(graph: torch.cuda.CUDAGraph, pool: Any = None) -> Iterator[None]:
 
 def _clean_up(device: int, stream: torch.cuda.Stream, pool: Any) -> None:
     """Ends what torch leaves open where CUDA refuses to end a capture: memory goes to its pool, which is never given
-    back or recorded to again, and random numbers are refused outside of a capture, until one succeeds.
+    back, and random numbers are refused outside of a capture, until one succeeds. Pinned memory goes on to be recorded
+    to the pool from torch 2.11 on: other captures need another one.
     """
     with suppress(RuntimeError):  # the capture has ended, it was something else that failed
         torch._C._cuda_endAllocateToPool(device, pool)

@@ -41,7 +41,7 @@ def runner_of(monkeypatch):
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 0))
     monkeypatch.setattr(host_copies, "capture", lambda graph, pool: contextlib.nullcontext())
-    monkeypatch.setattr(GraphPool, "handle", lambda self, device: None)
+    monkeypatch.setattr(GraphPool, "handle", lambda self, device, failed=False: None)
     monkeypatch.setattr(GraphPool, "limit_mb", lambda self, device: 100.0)
     monkeypatch.setattr(GraphRunner, "_replay", lambda self, entry, *rest: "graph")
     monkeypatch.setattr(GraphRunner, "_warm_up", lambda *args: None)
@@ -172,11 +172,11 @@ def test_ranks_look_for_copies_together_or_not_at_all(monkeypatch, here, memory)
         return "made"
 
     if not here and not memory:
-        assert host_copies.capture_with_copies(run, lambda: None, somewhere)[1] == "made" and len(ran) == 3
+        assert host_copies.capture_with_copies(run, lambda failed: None, somewhere)[1] == "made" and len(ran) == 3
     else:
         wanted = "another rank could not capture it" if not here else str(error)
         with pytest.raises(RuntimeError, match=wanted):
-            host_copies.capture_with_copies(run, lambda: None, somewhere)
+            host_copies.capture_with_copies(run, lambda failed: None, somewhere)
         assert len(ran) == (1 if memory else 2)  # no copies were found in the second
     assert asked == [here, here and memory]
 
@@ -197,7 +197,7 @@ def test_tables_of_the_cpu_are_copied_once(runner_of, monkeypatch, same):
 
     monkeypatch.setattr(host_copies, "capture", capture)
     handles = iter("ab")
-    monkeypatch.setattr(GraphPool, "handle", lambda self, device: next(handles))
+    monkeypatch.setattr(GraphPool, "handle", lambda self, device, failed=False: next(handles))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=lambda: None))
 
     def eager(x):

@@ -64,8 +64,9 @@ def test_a_capture_that_fails_falls_back_for_that_call(pair, tiny, monkeypatch):
 
 
 def test_a_capture_that_cuda_refuses_to_end_leaves_nothing_behind():
-    stream, pool, graphs_of_pool = torch.cuda.current_stream(), torch.cuda.graph_pool_handle(), []
+    stream, graphs_of_pool = torch.cuda.current_stream(), []
     for _ in range(2):
+        pool = torch.cuda.graph_pool_handle()
         graphs_of_pool.append(torch.cuda.CUDAGraph())
         with capture(graphs_of_pool[-1], pool):
             drawn = torch.rand(3, device="cuda")

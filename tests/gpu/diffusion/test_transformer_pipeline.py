@@ -38,9 +38,9 @@ def test_digits_can_be_read_and_go_through_graphs(pipe):
         ours = draw(pipe, digits.PROMPTS, steps=20)
         assert sum(np.equal(read(digits, ours), range(10))) >= 9
         assert ours.shape == stock.shape and rms(ours - exact) <= 2 * rms(stock - exact)
-    models = {row["path"] for row in accel.report(pipe).graphs if row["status"] == "graph"}
-    # Ten prompts of 256 tokens are more than one graph of the whole T5 is for: its layers have one.
-    assert models >= {"transformer", "text_encoder", "text_encoder_2", "text_encoder_3.encoder"}, models
+    # Ten prompts of 256 tokens are more than one graph of the whole T5 is for, but in float16: its layers have one.
+    models = {row["path"].removesuffix(".encoder") for row in accel.report(pipe).graphs if row["status"] == "graph"}
+    assert models >= {"transformer", "text_encoder", "text_encoder_2", "text_encoder_3"}, models
     accel.restore(pipe)
     assert np.array_equal(draw(pipe, digits.PROMPTS, steps=20), stock)
 

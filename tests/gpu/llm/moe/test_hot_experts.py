@@ -11,6 +11,7 @@ import time
 
 import pytest
 import torch
+from accel_kernels.capture import capture
 from accel_kernels.moe.chooser import ExpertsChooser, itemsize_of, likely_way
 from transformers import DynamicCache
 
@@ -20,6 +21,7 @@ from accel.offload import hot_experts
 from accel.offload.blocks import sizes_of
 from accel.offload.budget import SLACK
 from accel.offload.call_hooks import streamed_model
+from accel.offload.streamed_model import StreamedModel
 from support.llm.quantized import rounded
 
 pytestmark = pytest.mark.usefixtures("exact")
@@ -85,6 +87,11 @@ def assert_as_near(model, stock, ids):
 KINDS = [("qwen3_moe", "int4"), ("qwen3_moe", None), ("qwen3_moe", "int8"), ("gpt_oss", "int4"), ("gpt_oss", None)]
 
 
+def for_copies(held):
+    """Room for a third of the experts, however much calls need."""
+    return held.sizes.on_card(tuple(range(6)), held.sizes.experts // 3) + 4096
+
+
 def no_races(monkeypatch):
     """Which may end otherwise for the twin."""
 
@@ -124,7 +131,7 @@ def test_layers_alone(kind, weights, monkeypatch):
                 held.hot.exchange()
         assert held.copies == copies and not accel.report(model).fallbacks, accel.report(model)
         graph, wanted = torch.cuda.CUDAGraph(), [theirs(*inputs[0]) for _, theirs in layers]
-        with torch.cuda.graph(graph):
+        with held.one_call(), capture(graph):  # a call begins by waiting for the one before it
             outputs = [ours(*inputs[0]) for ours, _ in layers]
         slots = held.hot.slots.clone()
         for turn in range(6):
@@ -142,6 +149,7 @@ def test_experts_are_read_from_pinned_memory(kind, weights, monkeypatch):
     ids, stock, sizes, cap = within(model, 0.4, weights=weights)
     assert sizes.experts == (64 if kind == "qwen3_moe" else 32) and len(sizes.blocks) == 6
     before = {name: one.clone() for name, one in model.state_dict().items()}
+    monkeypatch.setattr(StreamedModel, "room", for_copies)
     accel.optimize(model, weights=weights, memory=cap)
     held = streamed_model(model)
     for turn in range(4):
@@ -151,7 +159,7 @@ def test_experts_are_read_from_pinned_memory(kind, weights, monkeypatch):
             held.bring_back()
             held._bring(held.streamed, held.copies)
     assert 0 < held.copies < sizes.experts and held.on_card < cap, (held.measured, held.outside, cap, sizes)
-    assert 0.2 < held.hot.share() < 1.0
+    assert 0.1 < held.hot.share() < 1.0
     assert not accel.report(model).fallbacks
     assert any(row["status"] == "graph" for row in accel.report(model).graphs), accel.report(model).graphs
     told = [why for _, rule, _, why in accel.report(model).sites if rule == "memory"]
