@@ -26,7 +26,7 @@ from accel_kernels.gemm.fused_linear import apply_norm
 from accel_kernels.gemm.gluon_triton import RENAMED, all_threads, column_blocks, start_load
 from accel_kernels.gemm.hopper.finish_triton import finish_arguments, finished, placed
 from accel_kernels.gemm.hopper.hopper_gemm import mapped
-from accel_kernels.gemm.hopper.hopper_gemm_triton import described, matrix
+from accel_kernels.gemm.hopper.hopper_gemm_triton import matrix, tensor_map
 from accel_kernels.gemm.hopper.load_triton import GROUP
 from accel_kernels.gemm.quantized_weight import MOST_BLOCK_ROWS, MOST_UNPACKED_ROWS, WeightFormat
 from accel_kernels.sizes import cdiv
@@ -288,7 +288,7 @@ def block_gemm(x, weight, norm, epilogue, tile, y):
     tiles = cdiv(rows, tile.rows) * cdiv(n * (2 if gate else 1), tile.columns)
     launch(
         block_gemm_kernel, (min(tiles, multiprocessors(x.device)),),
-        described(matrix(x), tile.rows // 2, STEP.value), y, BlockArguments.of(weight),
+        tensor_map(matrix(x), tile.rows // 2, STEP.value), y, BlockArguments.of(weight),
         BlockArguments.of(epilogue.up if gate else weight), finish_arguments(epilogue), rows, n // 8,
         1 if residual is None else matrix(residual).stride(0) // 8, K=k, **format_flags(weight), **epilogue.flags,
         BYTES=weight.format.bytes, BLOCK_N=tile.columns, num_warps=4, **UNPACKING,

@@ -252,20 +252,20 @@ def hopper_gemm(x, weight, bias=None, *, low_rank=None, rounded=False, fast=Fals
     if extra is None:
         extra = 0 if low_rank is None or gate else _wider(rows, n, low_rank.ends, rank, numbers.device)
     tiles = cdiv(rows, HEIGHT) * cdiv(n * (2 if gate else 1), COLUMNS + extra)
-    x_map, w_map = described(matrix(numbers), HEIGHT, step), described(weights[0], box, step)
-    descs = [x_map, w_map, w_map if not gate else described(weights[-1], box, step), w_map, w_map]
-    y_map = described(matrix(y), HEIGHT, WIDTH.value)
+    x_map, w_map = tensor_map(matrix(numbers), HEIGHT, step), tensor_map(weights[0], box, step)
+    descs = [x_map, w_map, w_map if not gate else tensor_map(weights[-1], box, step), w_map, w_map]
+    y_map = tensor_map(matrix(y), HEIGHT, WIDTH.value)
     y_maps, b_maps = [y_map, y_map], [x_map, w_map, w_map, w_map]
     if extra:
-        descs[3], y_maps[1] = described(weights[0], extra, step), described(matrix(y), HEIGHT, extra)
+        descs[3], y_maps[1] = tensor_map(weights[0], extra, step), tensor_map(matrix(y), HEIGHT, extra)
     if low_rank is not None:
         width, gate_up = (rank if together else step), low_rank.up if low_rank.gate_up is None else low_rank.gate_up
         maps = (low_rank.up, box), (gate_up, box), (low_rank.up, extra or box)
-        b_maps[1:] = [described(one, height, width) for one, height in maps]
+        b_maps[1:] = [tensor_map(one, height, width) for one, height in maps]
         if together:
-            descs[4] = described(low_rank.down, rank, step)
+            descs[4] = tensor_map(low_rank.down, rank, step)
         else:
-            b_maps[0] = described(matrix(low_rank.inner(x)), HEIGHT, step)
+            b_maps[0] = tensor_map(matrix(low_rank.inner(x)), HEIGHT, step)
     first, second = (0, 0) if low_rank is None else (*low_rank.ends, *(low_rank.ends[-1],) * 2)[:2]
     scales = [x.scales, *(one.scales for one in epilogue.weights(weight))] if quantized else [None]
     launch(
@@ -296,7 +296,8 @@ def matrix(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(-1, tensor.shape[-1])
 
 
-def described(matrix: torch.Tensor, height: int, width: int) -> TensorDescriptor:
+def tensor_map(matrix: torch.Tensor, height: int, width: int) -> TensorDescriptor:
+    """Of boxes of so many rows and columns, of 8 or 16 bits."""
     kind = {1: gl.int8, 2: gl.float16}[matrix.element_size()]
     layout = gl.NVMMASharedLayout.get_default_for([height, width], kind)
     strides = [matrix.stride(0) if matrix.shape[0] > 1 else matrix.shape[1], 1]
