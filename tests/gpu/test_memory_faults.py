@@ -56,7 +56,8 @@ def streamed():
         right = truth(model, call)
         accel.optimize(model, memory=within(model, 0.8, ROOM), graphs=False)
     yield model, call, right, before
-    accel.restore(model).to("meta")  # which the fixture holds
+    accel.restore(model).to("meta")  # which pytest holds until later
+    before.clear()
 
 
 def same(model, before):
