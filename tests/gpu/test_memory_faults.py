@@ -35,6 +35,7 @@ def counted():
     card, ram = device_bytes(CARD), psutil.Process().memory_info().rss
     yield
     gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()  # each thread has its own
     release(CARD)
     assert device_bytes(CARD) - card < LEFT
     assert psutil.Process().memory_info().rss - ram < 4 * LEFT
