@@ -49,7 +49,8 @@ class OwnCode(FusedProducts):
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if (module := self.where()) is None or func is F.multi_head_attention_forward:
             return func(*args, **(kwargs or {}))
-        if func in PRODUCTS and len(args) == 2 and args[0].dim() == args[1].dim() > 3 and len(args[1]) == 1:
+        factors = len(args) == 2 and all(isinstance(one, torch.Tensor) for one in args)  # of einsum a text comes first
+        if func in PRODUCTS and factors and args[0].dim() == args[1].dim() > 3 and len(args[1]) == 1:
             args = args[0], args[1].expand(len(args[0]), *args[1].shape[1:])
         made = super().__torch_function__(func, types, args, kwargs)
         if func in SUMS and type(made) is torch.Tensor:
