@@ -66,9 +66,11 @@ class GraphPool:
         """Of the memory of the next graph. failed: a capture to the last one has, which torch 2.11 then never ends."""
         with torch.cuda.device(device):
             # A pool whose last graph is gone must not be used again: torch's allocator may still be freeing it.
-            if failed or device not in self.handles or not self._occupied(device):
-                self.handles[device] = torch.cuda.graph_pool_handle()
+            if not self._occupied(device):
+                self.handles.pop(device, None)
                 self.left_mb.pop(device, None)
+            if failed or device not in self.handles:  # others in the last one keep what was left there
+                self.handles[device] = torch.cuda.graph_pool_handle()
             if device not in self.done:
                 self.done[device] = torch.cuda.Event()
         if any(runner.ranks is not None for runner in self.runners):

@@ -33,6 +33,7 @@ SPARE = 8  # one in so many bytes of a GPU is not filled with what `state_dict` 
 SAME = {"detach", "requires_grad_"}  # and the attribute `data`: the same memory, to be guarded in turn
 WRITES = {"__setitem__", "__set__"}
 COPIES = {"__deepcopy__", "__reduce_ex__"}
+WHOLE = threading.RLock()  # held while another module holds its tensors: a second thread would see them freed
 
 
 class ReadOnlyWeight(torch.Tensor):
@@ -72,7 +73,7 @@ class StockState(nn.Module):
         if self.arrived is None:
             super()._save_to_state_dict(destination, prefix, keep_vars)
             return
-        with torch.inference_mode(False), torch.no_grad(), self.arrived.whole(self) as module:
+        with WHOLE, torch.inference_mode(False), torch.no_grad(), self.arrived.whole(self) as module:
             module.state_dict(destination=destination, prefix=prefix)
             for name, one in list(destination.items()):
                 if name.startswith(prefix) and one.is_cuda and _short(one.device):
@@ -83,7 +84,7 @@ class StockState(nn.Module):
             super()._load_from_state_dict(*args)
             return
         try:
-            with torch.inference_mode(False), torch.no_grad(), self.arrived.whole(self) as module:
+            with WHOLE, torch.inference_mode(False), torch.no_grad(), self.arrived.whole(self) as module:
                 module._load_from_state_dict(*args)
                 self.take()
         except ValueError as error:
@@ -233,7 +234,7 @@ class QuantizedLinear(StockState, nn.Linear):
             module = self.arrived.module
             before, _ = _dtypes(module), module._apply(fn)
             if _dtypes(module) != before:  # a library's scales are rounded by a cast
-                with torch.inference_mode(False), torch.no_grad(), self.arrived.whole(self):
+                with WHOLE, torch.inference_mode(False), torch.no_grad(), self.arrived.whole(self):
                     self.take()
         return self
 

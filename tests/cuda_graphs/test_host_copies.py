@@ -1,5 +1,6 @@
 """The memory of outputs of graphs, and copies of the host that they hold."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -59,6 +60,11 @@ def test_memory_of_graphs_that_went_alone_counts_until_all_go(pool, monkeypatch)
     runner.entries = {("a",): entry(3, last_replay=1), ("b",): entry(2, last_replay=2)}
     pool.drop(runner.entries[("a",)])
     assert pool.rows() == [{"device": "cpu", "used_mb": 5.0, "limit_mb": 8 / OUTPUTS}]
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
+    first = pool.handle(DEVICE)
+    assert pool.handle(DEVICE) is first is not pool.handle(DEVICE, failed=True)
+    assert pool.used_mb(DEVICE) == 5  # the memory in the last one is not given back
     pool.clear()
     assert pool.used_mb(DEVICE) == 0 and pool.rows() == []
 

@@ -18,7 +18,7 @@ class StoreLayer(DynamicLayer, LayerOfStore):
     bits: they have no view, and an edit of a copy would be lost.
     """
 
-    early = False  # initialized before a token came
+    early = False  # initialized whether or not there are tokens
     __init__ = LayerOfStore.__init__
     reset, reorder_cache = LayerOfStore.reset, LayerOfStore.reorder_cache
     batch_repeat_interleave, batch_select_indices = (
@@ -38,7 +38,8 @@ class StoreLayer(DynamicLayer, LayerOfStore):
     @property
     @steps_aside
     def is_initialized(self) -> bool:
-        return self.early or self.store.lengths[self.index] > 0  # there is room before a call's first layer writes
+        # There is room before a call's first layer writes.
+        return self.store.lengths[self.index] > 0 or (self.early and self.store.capacity > 0)
 
     # (rows, heads, tokens, dim), or None before the first token.
     keys, values = left("keys", lambda self: self._read(0)), left("values", lambda self: self._read(1))
@@ -106,6 +107,7 @@ class StoreLayer(DynamicLayer, LayerOfStore):
         if tokens_to_remove > 0:
             DynamicLayer().crop(tokens_to_remove)  # raises or warns, as this version of transformers does
             tokens_to_remove -= max(self.get_seq_length(), tokens_to_remove)
+        self.early = self.is_initialized  # stays so when the last token goes
         self.store.shorten(self.index, -tokens_to_remove)
 
     @steps_aside

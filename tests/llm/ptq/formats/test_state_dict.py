@@ -3,6 +3,8 @@
 import copy
 import json
 import pickle
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -102,6 +104,20 @@ def test_of_what_is_repacked(kind, folders, tmp_path):
     ran_fast(ours)
     accel.restore(ours)
     equal(ours.state_dict(), wanted)
+
+
+def test_of_several_threads_at_once(folders):
+    stock, ours = in_format("gptq", folders), accel.optimize(in_format("gptq", folders))
+    wanted, beside = stock.state_dict(), threading.Barrier(3)
+
+    def read(_):
+        beside.wait()
+        return [ours.state_dict() for _ in range(8)]
+
+    with ThreadPoolExecutor(3) as pool:
+        for found in pool.map(read, range(3)):
+            for one in found:
+                equal(one, wanted)
 
 
 @pytest.mark.parametrize("kind", [*IN_PLACE, *LIBRARIES])
