@@ -225,6 +225,8 @@ def test_early_initialization_and_saving():
     ours, stock = pair()
     ours.early_initialization(2, [2, 1, 2], [4, 6, 4], torch.float32, CPU)  # the second layer is of another dtype
     assert ours.is_initialized and ours.get_seq_length() == 0
+    ours.reset()
+    assert ours.layers[0].keys is None and not ours.is_initialized
     ours, stock = pair()
     feed(ours, stock, 2, 5)
     file = io.BytesIO()
@@ -233,6 +235,14 @@ def test_early_initialization_and_saving():
     same(torch.load(file, weights_only=False), stock)
     again = DynamicCache([(keys, values) for keys, values, *_ in ours])
     same(again, stock)
+
+
+def test_a_cache_without_its_last_token_is_begun():
+    ours, stock = pair()
+    feed(ours, stock, 2, 5)
+    for one in (ours, stock):
+        one.crop(-5)
+        assert one.is_initialized and one.get_seq_length() == 0 and one.layers[0].keys.shape == (2, 2, 0, 4)
 
 
 def test_a_dropped_cache_frees_everything_at_once():
