@@ -175,10 +175,11 @@ class HotExperts:
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def begin_call(self, size: int) -> None:
-        """size: of what it is given; 0 for a step of many."""
+    def begin_call(self, size: int, step: bool = False) -> None:
+        """size: of what it is given; 0 for many steps, of which this is a later one."""
         self.calls += 1
-        if self.copies and (size > self.size or self._versions() != self.versions) and self.stale():
+        new = size > self.size or not (size or step)  # calls of one size may be steps, too many to compare samples in
+        if self.copies and (new or self._versions() != self.versions) and self.stale():
             for i, seen in enumerate(self.seen):
                 self.fill(i, self.pieces[i].bytes if seen is None else seen)
         elif self.calls % EVERY == 0:

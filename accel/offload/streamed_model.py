@@ -255,7 +255,7 @@ class StreamedModel(PlacedModel):
         if self.arena is not before:
             self._begin()
         elif self.hot is not None:
-            self.hot.begin_call(self.size)
+            self.hot.begin_call(self.size, step=True)
         return self.arena is not before
 
     @property
