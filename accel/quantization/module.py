@@ -221,8 +221,8 @@ class QuantizedLinear(StockState, nn.Linear):
         fixed = {} if scale is None else {SCALE: scale(self.arrived.module)}
         for name, new in (buffers_of(found) | {ORDER: found.order} | fixed).items():
             self._buffers[name] = overwritten(self._buffers[name], new)
-        if self.bias is not None:
-            self.bias.copy_(bias)
+        if self.bias is not None and self.bias is not bias:
+            self.bias = bias
         self.scheme = replace(self.scheme, symmetric=found.zeros is None, ordered=found.order is not None)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "QuantizedLinear":

@@ -72,11 +72,12 @@ def _ask_for(weight, up, block, n, span, BLOCKS: gl.constexpr, COLUMNS: gl.const
     """Has memory bring a span of a tile to the L2 cache, while the one before it is unpacked."""
     SIZE: gl.constexpr = SPAN // COLUMNS * BYTES
     place = gl.arange(0, 32 * num_warps, layout=gl.BlockedLayout([1], [32], [num_warps], [0])) % ROWS
-    row = gl.minimum(block * OWN + place % OWN, n - 1).to(gl.int64) * (BLOCKS * BYTES) + span * SIZE
+    row = gl.minimum(block * OWN + place % OWN, n - 1).to(gl.int64) * (BLOCKS * BYTES)
     first = gl.where(place < OWN, (weight.data + row).to(gl.int64), (up.data + row).to(gl.int64))
     for line in gl.static_range(SIZE // 128 + 1):
+        at = gl.minimum(span * SIZE + min(line * 128, SIZE - 1), BLOCKS * BYTES - 1)  # the last span may be cut short
         gl.inline_asm_elementwise(
-            "{prefetch.global.L2 [$1]; mov.b32 $0, 0;}", "=r,l", [first + min(line * 128, SIZE - 1)], dtype=gl.int32,
+            "{prefetch.global.L2 [$1]; mov.b32 $0, 0;}", "=r,l", [first + at], dtype=gl.int32,
             is_pure=False, pack=1,
         )  # fmt: skip
 
