@@ -1,5 +1,6 @@
 """Without a GPU, kernels run in Triton's interpreter, which has to be chosen before their modules load."""
 
+import atexit
 import dataclasses
 import gc
 import logging
@@ -117,7 +118,7 @@ def pytest_collection_finish(session):
 
 
 def pytest_unconfigure(config):
-    gc.unfreeze()  # what is never freed, bindings report as leaks
+    atexit.register(gc.unfreeze)  # what is never freed, bindings report as leaks
 
 
 class Log(logging.Handler):
