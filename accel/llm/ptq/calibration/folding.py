@@ -194,11 +194,13 @@ class _Layer:
         if self.spec.mlp is not None and self.spec.mlp.beside:
             raise NotUnderstood("several blocks take its input")
 
-    def _values(self) -> BeforeRows:
-        """Every head's result is a mean of values."""
+    def _values(self) -> BeforeNorm | BeforeRows:
+        """Every head's result is a mean of values; a norm of it takes the scales itself."""
         spec = self.spec.attention
         if type(spec) is not SoftmaxSpec or spec.layout == KEYS:
             raise NotUnderstood("its attention is no mean of values")
+        if spec.out_norm is not None:
+            return self._norm(spec.out_norm)
         self._own(spec.projections)
         modules = [self.layer.get_submodule(name) for name in spec.projections]
         numbers = [torch.arange(weight_matrix(module).shape[0], device="cpu")[None, None] for module in modules]
@@ -208,10 +210,12 @@ class _Layer:
             raise NotUnderstood("its inputs are not the heads' values one for one")
         return BeforeRows(modules[2 if spec.layout == SEPARATE else 0], rows)
 
-    def _up(self) -> BeforeRows:
-        """What the activation is multiplied by."""
+    def _up(self) -> BeforeNorm | BeforeRows:
+        """What the activation is multiplied by, or a norm of both."""
         spec = self.spec.mlp
         assert spec is not None
+        if spec.inner is not None:
+            return self._norm(spec.inner)
         self._own(spec.first)
         module = self.layer.get_submodule(spec.first[-1])
         rows = torch.arange(weight_matrix(module).shape[0], device="cpu")

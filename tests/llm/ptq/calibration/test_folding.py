@@ -78,6 +78,7 @@ FOLDS = {
     "cohere": {ALL, OUT, DOWN},
     "falcon-one-key": {ALL, OUT},
     "falcon-grouped": {IN, OUT, UP},
+    "bitnet": {IN, OUT, UP, DOWN},  # norms before the last projections
     "mixtral": {IN, OUT},
     "gpt-oss": {IN, OUT},
 }
