@@ -61,9 +61,13 @@ class LayerCall(NamedTuple):
         return LayerCall(moved(self.args, device), moved(self.kwargs, device), self.place, moved(self.kept, device))
 
     def rows(self, tensor: Tensor) -> Tensor:
-        """(tokens that count, channels) of a tensor (..., channels); all where its rows are not the call's tokens."""
-        rows = tensor.flatten(0, -2)
-        return rows if self.kept is None or len(rows) != len(self.kept) else rows[self.kept]
+        """(tokens that count, channels) of a tensor (..., channels), each in (copies, rows, tokens, channels); all
+        where its rows are not the call's tokens.
+        """
+        if self.kept is not None:
+            each = tensor.flatten(1, 2) if tensor.dim() == 4 else tensor.flatten(0, -2)
+            tensor = each[..., self.kept, :] if each.shape[-2] == len(self.kept) else tensor
+        return tensor.flatten(0, -2)
 
 
 class LayerInputs:
