@@ -269,7 +269,10 @@ def test_in_half_precision_as_good_as_stock_over_the_same_weights(name, dtype, w
     exact = rounded(reference, ours, torch.float32)  # not even rounded to half precision
     for ids in (prompt(3, 12), prompt(1, 80)):
         wanted = exact(ids).logits.double()
-        own, mine = (float((model(ids).logits.double() - wanted).norm() / wanted.norm()) for model in (reference, ours))
+        errors = [model(ids).logits.double() - wanted for model in (reference, ours)]
+        own, mine = (float(error.norm() / wanted.norm()) for error in errors)
+        if hasattr(ours.config, "num_experts_per_tok"):  # in single tokens rounding chooses other experts, of either
+            own, mine = (float((error.norm(dim=-1) / wanted.norm(dim=-1)).median()) for error in errors)
         assert 0 < mine <= 2 * own
 
 
