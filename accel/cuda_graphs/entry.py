@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 from accel.cuda_graphs.adapter_buffers import AdapterBuffers
 from accel.cuda_graphs.fingerprint import Fingerprint
 from accel.cuda_graphs.host_copies import HostCopies
-from accel.errors import out_of_memory
+from accel.errors import logged, out_of_memory
 from accel.fusion.float32_precision import convolutions_in_tf32, products_in_tf32
 from accel.fusion.stacked_linears import StackedLinears
 from accel.libraries.code import comes_from
@@ -143,6 +143,9 @@ class Entry:
     last_replay: int = 0  # the number of its last replay, among all replays of its runner
     factor: float = 1.0  # of all adapters' scales in such a call
     written: int | None = None  # of `AdapterBuffers`, where the graph also reads adapters elsewhere
+
+    def fail(self, error: Exception) -> None:
+        self.graph, self.reason = None, f"{FAILED}: {logged(error)}"
 
     @staticmethod
     def hopeless(entries: "Iterable[Entry]", error: Exception) -> str | None:

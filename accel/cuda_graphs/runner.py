@@ -23,7 +23,7 @@ from accel.cuda_graphs.fingerprint import Fingerprint, States, Watched
 from accel.cuda_graphs.host_copies import capture_with_copies
 from accel.cuda_graphs.pays import milliseconds
 from accel.cuda_graphs.pool import CaptureMemory, GraphPool
-from accel.errors import logged, reason_of
+from accel.errors import reason_of
 from accel.offload.call_hooks import whole_runs
 from accel.parallel.ranks import Ranks
 from accel.parallel.sequences import waited
@@ -287,7 +287,7 @@ class GraphRunner:
         except Exception as error:
             # Whatever a forward may raise under capture, also of CUDA and of the memory a graph keeps: this shape stays
             # eager. A GPU that has failed says so at the next line that waits for it.
-            entry.graph, entry.reason = None, f"capture failed: {logged(error)}"
+            entry.fail(error)
             self.reason = Entry.hopeless(self.entries.values(), error) if self.ranks is None else self.reason
             self.pool.handles.pop(device, None)
             torch.cuda.current_stream(device).synchronize()

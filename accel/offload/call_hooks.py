@@ -58,6 +58,7 @@ def hook_model(streamed: Any) -> None:
             other.let_go()
             if other.model is streamed.model and other.budget.host == streamed.budget.host:
                 streamed.pieces, streamed.order, streamed.stacks = other.pieces, other.order, other.stacks
+                streamed.tables = other.tables
     _put_on(streamed, "")
 
 

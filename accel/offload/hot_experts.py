@@ -71,8 +71,8 @@ class ExpertTables:
 class HotExperts:
     """Of layers that stream, whose experts are alike: so many, and of such sizes.
 
-    streamed: the model that this belongs to. rows, pieces, forwards: of each layer; its row in `ExpertTables`. memory:
-    of the card, for `copies` experts of each layer.
+    streamed: the model that this belongs to, which keeps its tables. rows, pieces, forwards: of each layer; its row in
+    `ExpertTables`. memory: of the card, for `copies` experts of each layer.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class HotExperts:
         memory: torch.Tensor,
         copies: int,
     ):
-        self.streamed, self.pieces, self.forwards, self.ring, self.copies = streamed, pieces, forwards, ring, copies
+        self.pieces, self.forwards, self.ring, self.copies = pieces, forwards, ring, copies
         self.seen = [piece.on_device(device) for piece in pieces]  # None where kernels cannot read it
         for number, piece in enumerate(pieces):
             piece.put(WeightPlacement.RING, ring.buffers[number % len(ring.buffers)][: piece.nbytes])
@@ -96,9 +96,10 @@ class HotExperts:
                 piece.go(WeightPlacement.CARD, WeightPlacement.HOST)
         weights = [forward.readable() for forward in forwards]  # type: ignore[attr-defined]
         self.experts, steps, layers = weights[0].experts, weights[0].steps(), len(pieces)
-        if streamed.tables is None:
-            streamed.tables = ExpertTables(len(streamed.stacks), self.experts, len(steps), memory.device)
-        tables = self.tables = streamed.tables
+        sizes, tables = (len(streamed.stacks), self.experts, len(steps)), streamed.tables
+        if tables is None or tables.places.shape != sizes:  # of another model: no graph of before is replayed
+            tables = streamed.tables = ExpertTables(*sizes, memory.device)
+        self.tables = tables
         with torch.inference_mode(False), torch.no_grad():
             tables.begin()
             self.rows = torch.tensor(rows, device=memory.device)

@@ -124,7 +124,7 @@ class StreamedModel(PlacedModel):
         self.pieces = [*kept, *made]
         self.streamed, self.measured = None, {}
         blocks = [piece.path for piece in self.pieces if piece.path]
-        self.stacks, self.tables = stacks_in(self.model, self.pieces), None
+        self.stacks = stacks_in(self.model, self.pieces)
         self.order = list(dict.fromkeys([*(path for path in self.order if path in blocks), *blocks]))
 
     # Which weights stay.

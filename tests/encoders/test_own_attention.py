@@ -121,6 +121,15 @@ def test_attentions_of_which_some_are_of_another_kind_are_left():
     assert row[2] == "skipped"
 
 
+def test_a_product_by_a_text_is_looked_at():
+    sizes = {"vocab_size": 99, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32}
+    config = t.LongformerConfig(**sizes, attention_window=4, num_hidden_layers=2, max_position_embeddings=64)
+    (row,) = [
+        row for row in accel.report(accel.optimize(t.LongformerModel(config).eval())).sites if row[1] == "encoder"
+    ]
+    assert row[2:] == ("skipped", "its own code attends, by a formula that is not known")
+
+
 def numbers(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 

@@ -69,6 +69,14 @@ def test_blocks_give_what_stock_gives(name, monkeypatch):
     assert not fallbacks(model)
 
 
+def test_pictures_that_are_tried_are_forgotten():
+    """Blocks remember the smallest picture, for good: half of an example is smaller than a window here."""
+    model = t.SwinModel(t.SwinConfig(**SWIN | {"image_size": 64, "patch_size": 4, "window_size": 7}))
+    (row,) = [row for row in accel.report(accel.optimize(model.eval())).sites if row[1] == "encoder"]
+    assert row[2] == "patched", row
+    assert {block.window_size for stage in model.encoder.layers for block in stage.blocks} == {7}
+
+
 def test_what_is_added_to_scores_is_followed():
     model, stock = pair("swin")
     for call in CALLS[:2]:

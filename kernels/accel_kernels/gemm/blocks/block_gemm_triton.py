@@ -197,7 +197,7 @@ def block_gemm_kernel(
     COLUMNS: gl.constexpr, COMPUTE: gl.constexpr, PLAIN: gl.constexpr, GATE: gl.constexpr, ACTIVATION: gl.constexpr,
     BYTES: gl.constexpr, BLOCK_N: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Maps of x and of the result by half of a tile's rows. eighths, residual_rise: as of `hopper_gemm_kernel`."""
+    """x_desc: of half of a tile's rows. eighths, residual_rise: as of `hopper_gemm_kernel`; there is no modulation."""
     HALF: gl.constexpr = x_desc.block_type.shape[0]
     STAGES: gl.constexpr = 384 // HALF  # of x, as many as there is room for
     SPANS: gl.constexpr = (K + SPAN - 1) // SPAN

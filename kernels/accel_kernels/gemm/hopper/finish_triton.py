@@ -6,11 +6,9 @@ from typing import NamedTuple
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 from accel_kernels.elementwise.activations_triton import activate, gelu
 from accel_kernels.gemm.epilogue import Epilogue
-from accel_kernels.gemm.gluon_triton import all_threads, start_store
 
 
 class FinishArguments(NamedTuple):
@@ -97,14 +95,3 @@ def finished(y, other, row, column, after, places, DTYPE: gl.constexpr, GATE: gl
         place = gl.expand_dims(m_idx.to(gl.int64) * (residual_rise * 8), 1)
         y += gl.load(after.residual + place + gl.expand_dims(n_idx, 0), mask=seen, other=0.0).to(gl.float32)
     return y.to(DTYPE)
-
-
-@gluon.jit
-def write_piece(y, desc, row, column, buffer, PENDING: gl.constexpr):
-    """Stores a piece through this buffer, which earlier stores but PENDING have left."""
-    tma.store_wait(PENDING)
-    all_threads()
-    buffer.store(y)
-    fence_async_shared()
-    all_threads()
-    start_store(desc, [row, column], buffer)

@@ -23,8 +23,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from accel_kernels.device import multiprocessors
 from accel_kernels.gemm.epilogue import Epilogue
 from accel_kernels.gemm.epilogue_triton import tile_place
-from accel_kernels.gemm.gluon_triton import RENAMED, all_threads, column_blocks
-from accel_kernels.gemm.hopper.finish_triton import finish_arguments, finished, placed, write_piece
+from accel_kernels.gemm.gluon_triton import RENAMED, all_threads, column_blocks, start_store
+from accel_kernels.gemm.hopper.finish_triton import finish_arguments, finished, placed
 from accel_kernels.gemm.hopper.load_triton import GROUP, load
 from accel_kernels.gemm.quantize_rows import QuantizedRows
 from accel_kernels.sizes import cdiv
@@ -163,14 +163,25 @@ def _multiply(y_descs, rings, ready, free, out, after, sizes, places, GATE: gl.c
             buffer, column = out[MINE].index(piece % BUFFERS), n * (WRITTEN * WIDTH + EXTRA) + piece * WIDTH
             y, other = placed(pieces[piece]), placed(pieces[(piece + WRITTEN) % PIECES])
             y = finished(y, other, m * BLOCK_M, column, after, places, y_descs[0].dtype, GATE, ACTIVATION, ROUNDED)
-            write_piece(y, y_descs[0], m * BLOCK_M, column, buffer, PENDING)
+            _write(y, y_descs[0], m * BLOCK_M, column, buffer, PENDING)
         if EXTRA > 0:
             column = n * (WRITTEN * WIDTH + EXTRA) + WRITTEN * WIDTH
             y = finished(
                 beyond, beyond, m * BLOCK_M, column, after, places, y_descs[1].dtype, GATE, ACTIVATION, ROUNDED
             )
-            write_piece(y, y_descs[1], m * BLOCK_M, column, out[2].index(MINE), PENDING)
+            _write(y, y_descs[1], m * BLOCK_M, column, out[2].index(MINE), PENDING)
     tma.store_wait(0)
+
+
+@gluon.jit
+def _write(y, desc, row, column, buffer, PENDING: gl.constexpr):
+    """Stores a piece through this buffer, which earlier stores but PENDING have left."""
+    tma.store_wait(PENDING)
+    all_threads()
+    buffer.store(y)
+    fence_async_shared()
+    all_threads()
+    start_store(desc, [row, column], buffer)
 
 
 @gluon.jit(do_not_specialize="rows eighths depth modulation_rise residual_rise share first second".split())
