@@ -32,17 +32,17 @@ def unpack_ggml_blocks(weight, at, N: tl.constexpr, B: tl.constexpr, FORMAT: tl.
     """
     F: tl.constexpr = ggml_format(FORMAT)
     if F.low.bits == 8:
-        numbers = (
-            _bytes(weight, at, N, B, F.bytes, F.low.first, F.columns, F.columns).to(tl.int8, bitcast=True).to(tl.int32)
-        )
+        numbers = _bytes(weight, at, N, B, F.bytes, F.low.first, F.columns, F.columns).to(tl.int32)
+        values = _as_float(numbers ^ 128, 128)
     else:
         numbers = _packed(weight, at, N, B, F.bytes, F.columns, F.low.first, F.low.bits, F.low.run)
         if F.high is not None:
             high = _packed(weight, at, N, B, F.bytes, F.columns, F.high.first, F.high.bits, F.high.run)
-            numbers |= high << F.low.bits
-        numbers -= F.zero
-    if F.levels:
-        numbers = _level(numbers)
+            values = _as_float(numbers | high << F.low.bits, F.zero)
+        elif F.levels:
+            values = _level(numbers).to(tl.float32)
+        else:
+            values = (numbers - F.zero).to(tl.float32)
     block, mask = block_places(at, N, B)
     halves = weight.to(tl.pointer_type(tl.float16)) + block * (F.bytes // 2)
     scale = tl.load(halves + F.scale // 2, mask=mask, other=0.0).to(tl.float32)[:, :, None]
@@ -53,13 +53,21 @@ def unpack_ggml_blocks(weight, at, N: tl.constexpr, B: tl.constexpr, FORMAT: tl.
         scale = _rounded(scale * factors.to(tl.float32), COMPUTE)
         if F.minimum is not None:
             minimum = _rounded(minimum * of_minimum.to(tl.float32), COMPUTE)
-    values = numbers.to(tl.float32).reshape(N, B, F.groups, F.columns // F.groups) * scale[:, :, :, None]
+    values = values.reshape(N, B, F.groups, F.columns // F.groups) * scale[:, :, :, None]
     if not F.levels:
         values = _rounded(values, COMPUTE)
     if F.minimum is not None:
         least = minimum[:, :, :, None]
         values = _rounded(values + least if F.packing == "" else values - least, COMPUTE)
     return values.reshape(N, B * F.columns)
+
+
+@triton.jit
+def _as_float(numbers, ZERO: tl.constexpr):
+    """numbers - ZERO, as float32. The numbers, below 2 ** 23, are the lowest bits of a sum with that: an integer's own
+    conversion has an eighth of the rate. Of 4 bits it is faster all the same.
+    """
+    return (numbers | 0x4B000000).to(tl.float32, bitcast=True) - (2.0**23 + ZERO)
 
 
 @triton.jit
