@@ -4,13 +4,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from accel_kernels import SharedExpert
 from accel_kernels.gemm.fused_linear import MOST_ROWS
 from accel_kernels.norm.norm import ACTIVATIONS
 from torch import nn
 
 from accel.llm.moe.experts import ExpertsForward
-from accel.llm.parts.linear import Weights
+from accel.llm.parts.linear import Weights, product_for
 from accel.llm.parts.norm import NormSpec
 from accel.llm.parts.normed_router import BoundRouter, NormedRouterSpec, called_router
 from accel.llm.parts.part import BoundLinear, BoundNorm, NormedInput, adapted, part_product
@@ -18,6 +19,9 @@ from accel.llm.recording.record import NotUnderstood
 from accel.patching.fast_forward import Kernels
 from accel.patching.guard import as_understood
 from accel.quantization.product import order_of
+
+ALIGNED = 8  # numbers of 16 bits; where rows begin elsewhere, products take twice the time
+PADDED_ROWS = 512  # of x, from which on copies of such weights take less than they save
 
 
 @dataclass(frozen=True)
@@ -185,6 +189,9 @@ class BoundMlp:
         gated = not plain and len(found) == 2 and found[0].fits(found[1]) and spec.scale == 1.0
         self.bases = found if gated else None  # of two linears that have adapters
         self.times = len(self.first)
+        last = self.down.weights
+        alone = plain and last is not None and not (self.inner or parts[0].quantized or last.quantized or last.ranks)
+        self.uneven = alone and self.gate is not None and self.gate.outputs % ALIGNED > 0
 
     def __call__(
         self,
@@ -196,6 +203,9 @@ class BoundMlp:
     ) -> torch.Tensor:
         """residual + scale * mlp(norm(x)). mixed: as of `part_product`, where it `takes_addend`."""
         if self.module is None:
+            x = before.x
+            if self.uneven and x.element_size() == 2 and x.numel() >= PADDED_ROWS * x.shape[-1] and not mixed:
+                return self._padded(kernels, before, residual, scale)
             middle = NormedInput(self._middle(kernels, before), self.inner)
             return self.down(kernels, middle, residual=residual, scale=scale, **mixed)
         y = self.module(before.normed())
@@ -222,6 +232,21 @@ class BoundMlp:
     def takes_addend(self, kernels: Kernels, x: torch.Tensor) -> bool:
         """Whether its last product adds more than one tensor: of few tokens, whose products are kernels of ours."""
         return self.module is None and x.shape[:-1].numel() <= MOST_ROWS and self.down.takes_wide(kernels)
+
+    def _padded(
+        self, kernels: Kernels, before: NormedInput, residual: torch.Tensor | None, scale: float
+    ) -> torch.Tensor:
+        """The same with zeros behind gate, up and so the middle: rows begin at multiples of 16 bytes."""
+        assert self.gate is not None and self.up is not None and self.down.weights is not None
+        (gate, bias), (up, up_bias), (down, last) = (one.operands() for one in (self.gate, self.up, self.down.weights))
+        behind = 0, -len(gate) % ALIGNED
+        gate, up, down = F.pad(gate, (0, 0, *behind)), F.pad(up, (0, 0, *behind)), F.pad(down, behind)
+        bias, up_bias = (None if one is None else F.pad(one, behind) for one in (bias, up_bias))
+        (x, norm), name = before.given(), self.spec.activation
+        multiply = product_for(kernels, x, len(gate), name, True)
+        middle = multiply(x, gate, bias, norm=norm, up=up, up_bias=up_bias, activation=name)
+        multiply = product_for(kernels, middle, len(down))
+        return multiply(middle, down, last, norm=None, residual=residual, scale=scale)
 
     def _middle(self, kernels: Kernels, before: NormedInput) -> torch.Tensor:
         name = self.spec.activation

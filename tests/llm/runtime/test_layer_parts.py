@@ -13,6 +13,7 @@ from accel_kernels.trials import Trials
 
 import accel
 from accel.llm.parts.linear import MOST_MEASURED_ROWS, product_for
+from accel.llm.runtime import mlp
 from accel.patching.fast_forward import Kernels
 from support.llm.families import BY_NAME, FAMILIES, layers, make, padded, prompt
 from support.llm.outputs import generate, same
@@ -176,3 +177,19 @@ def test_not_where_a_user_has_put_another_operation(counted):
         mine = Kernels(None, counted, fused_linear=lambda *args, **more: None)
         assert product_for(mine, x) is mine.fused_linear
         assert product_for(Kernels(None, counted), x.expand(MOST_MEASURED_ROWS + 1, 70, 8)) is fused_linear
+
+
+def test_uneven_rows_of_an_mlp_are_padded(monkeypatch):
+    """Rows of 12 numbers do not begin at multiples of 16 bytes. Of few tokens they are read as they lie."""
+    stock = make("llama", intermediate_size=12, mlp_bias=True).bfloat16()
+    ours, seen = accel.optimize(copy.deepcopy(stock)), []
+    monkeypatch.setattr(mlp, "PADDED_ROWS", 8)
+    padding = mlp.BoundMlp._padded
+    monkeypatch.setattr(mlp.BoundMlp, "_padded", lambda *given: seen.append(given[0].spec) or padding(*given))
+    exact = copy.deepcopy(stock).float()
+    for tokens, times in (4, 0), (9, len(stock.model.layers)):
+        seen.clear()
+        ids = torch.arange(tokens)[None]
+        wanted, other, got = (one(input_ids=ids).logits.float() for one in (exact, stock, ours))
+        assert len(seen) == times
+        assert (got - wanted).norm() <= 1.1 * (other - wanted).norm()
