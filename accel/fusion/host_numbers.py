@@ -18,7 +18,7 @@ MAKES = frozenset(
     "eq __eq__ ne __ne__ sum prod any all _is_all_true mul __mul__ __rmul__ floor_divide __floordiv__".split()
 )
 MAKES |= frozenset(
-    "__getitem__ unbind max min bool long int to add __add__ sub __sub__ gt __gt__ unsqueeze clone".split()
+    "__getitem__ unbind max min bool long int to add __add__ sub __sub__ gt __gt__ lt __lt__ unsqueeze clone".split()
 )
 
 

@@ -208,8 +208,9 @@ def encode_pictures(hook: GenerateHook, *args: Any, **kwargs: Any) -> Any:
 
 
 def note_processors(hook: GenerateHook, *args: Any, **kwargs: Any) -> Any:
-    """Notes how scores are processed."""
-    processors, request = hook.stock(*args, **kwargs), hook.notes.request
+    """Notes how scores are processed. Whether the inputs are tokens is read on the host: pictures are being encoded."""
+    with HostNumbers.of_call({"inputs": hook.arguments(args, kwargs).get("encoder_input_ids")}, waits=False):
+        processors, request = hook.stock(*args, **kwargs), hook.notes.request
     hook.notes.request = None if request is None else request._replace(processors=processors)
     return processors
 

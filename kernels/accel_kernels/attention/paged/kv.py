@@ -38,7 +38,8 @@ def metadata_of(
     places = [0, 0, columns, address(firsts), 0]
     for table, *kept in layers:
         places += [*map(address, kept), *[0] * (TABLE - len(kept)), address(table)]
-    return torch.tensor(places, device=device)
+    made = torch.tensor(places, device="cpu")
+    return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made.to(device)
 
 
 class KV(NamedTuple):
