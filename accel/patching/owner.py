@@ -27,6 +27,7 @@ from torch import nn
 from accel.errors import reason_of
 from accel.in_flight import Permit
 
+PLAN = "_accel_plan"  # where an object keeps its plan; copies and pickles of the object take it along
 OWNER = "__getstate__"  # the place of the mark, where copy and pickle ask for what an object consists of
 ALONE = 2  # references to a mark that one `__dict__` alone holds: that, and the argument of the function that counts
 CALL = nn.Module.__call__.__code__  # type: ignore[attr-defined]
@@ -45,14 +46,14 @@ ARITHMETIC = MappingProxyType(
 class Mark(Permit):
     """Stands for `__getstate__` in the `__dict__` of its owner; any other holder is a shallow copy.
 
-    A deep copy or pickle of it belongs to the owner's copy.
+    A deep copy or pickle of it belongs to the owner's copy. lone: that is one of a part of a model, and in no plan.
     """
 
-    def __init__(self, owner: object):
-        self.owner = weakref.ref(owner)
+    def __init__(self, owner: object, lone: bool = False):
+        self.owner, self.lone = weakref.ref(owner), lone
 
     def __reduce__(self) -> tuple:
-        return Mark, (self.owner(),)
+        return Mark, (self.owner(), _copies_a_part(sys._getframe(1)))
 
     def __call__(self) -> Any:
         frame = sys._getframe(1)
@@ -131,9 +132,11 @@ class InstanceMethod(Owned):
 
 
 def disown(obj: object) -> bool:
-    """Removes patches from an object if it is a shallow copy; returns whether it is one."""
+    """Removes patches from an object if no plan is for it: a shallow copy, or a deep one of a part alone, as peft makes
+    of a head that adapters train. Returns whether it is one.
+    """
     mark = vars(obj).get(OWNER)
-    if not isinstance(mark, Mark) or mark.owner() is obj:
+    if not isinstance(mark, Mark) or (mark.owner() is obj and not mark.lone):
         return False
     clean(vars(obj))
     return True
@@ -154,6 +157,16 @@ def disown_inside(obj: object) -> None:
     """The same for an object and all modules in it."""
     for one in obj.modules() if isinstance(obj, nn.Module) else (obj,):
         disown(one)
+
+
+def _copies_a_part(frame: FrameType | None) -> bool:
+    """Whether a deep copy is under way in this frame, and of no object that has a plan."""
+    copied = []
+    while frame is not None:
+        if frame.f_code is copy.deepcopy.__code__:
+            copied.append(frame.f_locals["x"])
+        frame = frame.f_back
+    return bool(copied) and not any(PLAN in getattr(one, "__dict__", ()) for one in copied)
 
 
 def caller(held: object, frame: FrameType) -> object | None:

@@ -26,7 +26,7 @@ from accel.in_flight import alone
 from accel.options import Options
 from accel.patching.fallback_log import FallbackLog
 from accel.patching.fast_forward import Kernels
-from accel.patching.owner import Owned
+from accel.patching.owner import PLAN, Owned
 from accel.patching.rule import Change, Context, ForwardPatch, Match, Rule, Site, Skip, foreign_forward
 from accel.patching.structure import kernelized, own_forward
 from accel.patching.user_ops import UserOp, registered
@@ -35,7 +35,6 @@ from accel.planning.targets import WeakList
 from accel.quantization.module import dequantizing
 from accel.quantization.patch import QuantizedModulePatch
 
-PLAN = "_accel_plan"  # where an object keeps its plan; copies and pickles of the object take it along
 KERNELIZED = Rule("kernels", lambda site, context: None)  # names the rows about modules that no rule may touch
 
 

@@ -104,11 +104,12 @@ def test_a_copy_computes_with_what_it_holds(made, way):
     assert torch.equal(run(twin, inputs), of_copy)
 
 
-def test_what_holds_a_copy_is_restored_and_optimized_again():
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
+def test_what_holds_a_copy_is_restored_and_optimized_again(copied):
     model, inputs, _ = unet()
     wanted = run(model, inputs)
     accel.optimize(model)
-    model.mid_block.resnets[0] = copy.copy(model.mid_block.resnets[0])
+    model.mid_block.resnets[0] = copied(model.mid_block.resnets[0])
     whole = copy.copy(model)
     assert accel.restore(whole) is whole and fast_forwards(model)
     torch.testing.assert_close(run(accel.optimize(whole), inputs), wanted, rtol=1e-4, atol=1e-4)
