@@ -5,6 +5,7 @@ that they choose, are soon the same ones. The text that is timed is another than
 """
 
 import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -12,7 +13,8 @@ import torch
 import accel
 from accel.bench.llm.models import build, build_by_layers, config_of, from_config, prompt
 from accel.bench.memory import device_bytes, device_peak, release
-from accel.bench.timing import synchronize
+from accel.bench.timing import Clock, synchronize
+from accel.errors import Refused
 from accel.offload.blocks import nbytes
 from accel.offload.call_hooks import streamed_model
 
@@ -20,8 +22,12 @@ PROMPT, TOKENS, WARM = 128, 128, 3  # of a text, that are timed, texts before
 EMBEDDED = 50  # times what a model is made with
 
 
-def measure_text(name: str, device: torch.device, budgets: list[str], weights: str | None = "int4") -> dict:
-    """One row: tokens a second of one text, and seconds of its prompt, within each budget, and on the card.
+Figures = Iterator[tuple[str, dict]]
+
+
+@torch.no_grad()
+def measure_text(name: str, device: torch.device, budgets: list[str], weights: str | None = "int4") -> Figures:
+    """Tokens a second of one text, and seconds of its prompt, on the card and within each budget, as they are known.
 
     error: the share of its tokens that are others than the optimized model writes that is on the card as a whole. Peaks
     are of the whole device, above what it had in use before the model. Raises KeyError for an unknown name.
@@ -33,24 +39,34 @@ def measure_text(name: str, device: torch.device, budgets: list[str], weights: s
     model = build_by_layers(name, device, str(weights)).to(device) if large else build(name, device, torch.bfloat16)
     weights = None if large else weights  # which they are in already
     given = prompt(model, 1, PROMPT)
-    found: dict[str, dict] = {}
-    with torch.no_grad():
-        model.get_input_embeddings().weight.mul_(EMBEDDED)
-        accel.optimize(model, weights=weights, keep_original=False)
-        found["accel, on the card"], wanted = _timed(model, given, device, before)
-        for budget in budgets:
-            started = time.perf_counter()
-            accel.optimize(model, weights=weights, keep_original=False, memory=budget)
-            ready = time.perf_counter() - started
-            row, got = _timed(model, given, device, before)
-            held = streamed_model(model)
-            assert held is not None
-            row |= {"ready_s": round(ready, 1), "streamed_gb": round(held.sizes.moved(held.streamed or ()) / 1e9, 2)}
-            row["error"] = float((got != wanted).float().mean())
-            if held.hot is not None:
-                row |= {"experts": held.copies, "read_there": held.hot.share()}
-            found[f"accel, {budget}"] = row
-    return {"name": name, "memory": found}
+    model.get_input_embeddings().weight.mul_(EMBEDDED)
+    accel.optimize(model, weights=weights, keep_original=False)
+    row, wanted = _timed(model, given, device, before)
+    yield "accel, on the card", row
+    options = {"weights": weights, "keep_original": False}
+    for key, row, got in within_each(model, budgets, options, lambda: _timed(model, given, device, before)):
+        yield key, row if got is None else row | {"error": float((got != wanted).float().mean())}
+
+
+def within_each(
+    model: Any, budgets: list[str], options: dict, timed: Callable[[], tuple[dict, torch.Tensor]]
+) -> Iterator[tuple[str, dict, torch.Tensor | None]]:
+    """For each budget its name, and what `timed` measures of the model and what it returns; or why not."""
+    for budget in budgets:
+        clock = Clock()
+        try:
+            accel.optimize(model, memory=budget, **options)
+        except Refused as refused:
+            yield f"accel, {budget}", {"failed": str(refused)}, None
+            continue
+        ready = clock.taken()
+        row, got = timed()
+        held = streamed_model(model)
+        assert held is not None
+        row |= {"ready_s": round(ready, 1), "streamed_gb": round(held.sizes.moved(held.streamed or ()) / 1e9, 2)}
+        if held.hot is not None:
+            row |= {"experts": held.copies, "read_there": held.hot.share()}
+        yield f"accel, {budget}", row, got
 
 
 def _timed(model: Any, given: dict, device: torch.device, before: int) -> tuple[dict, torch.Tensor]:

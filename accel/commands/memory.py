@@ -100,6 +100,7 @@ def bench_memory(
     out: Annotated[Path, typer.Option(help="folder for the JSON file")] = Path("benchmarks/results"),
     device: Annotated[str | None, typer.Option(help=DEVICE_HELP)] = None,
     weights: Annotated[str | None, typer.Option(help="as of accel.optimize; int4 for language models")] = None,
+    stock: Annotated[bool, typer.Option(help="time stock's offload too, of image models")] = True,
 ) -> None:
     """Time a model within budgets of memory and on the card: four calls, by stock's model and group offload too; of a
     language model a text of 128 tokens.
@@ -114,10 +115,13 @@ def bench_memory(
     columns = "4 calls, s", "tok/s", "peak GB", "moved GB a call", "ready s", "error", "experts there", "of those read"
     shown = results.new_table("", "model", "", *columns, left=2)
 
-    def measure(name: str, place: "torch.device") -> dict:
-        if name in CONFIGS:
-            return measure_text(name, place, budgets.split(","), weights or "int4")
-        return measure_budgets(name, place, budgets.split(","), weights)
+    def measure(name: str, place: "torch.device") -> Iterator[dict]:
+        caps, found = budgets.split(","), {}
+        text = measure_text(name, place, caps, weights or "int4") if name in CONFIGS else None
+        for key, one in text or measure_budgets(name, place, caps, weights, stock):
+            typer.echo(f"{name}, {key}: {one}")
+            found[key] = one
+            yield {"name": name, "memory": found}
 
     def told(row: dict) -> Iterator[tuple[str, ...]]:
         for key, one in row["memory"].items():

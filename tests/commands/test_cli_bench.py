@@ -2,6 +2,7 @@
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -200,6 +201,24 @@ def test_bench_adapters_writes_json(tmp_path, monkeypatch):
     assert list(row["variants"])[2:] == ["4 rows, plain", "4 rows, 1 x 4 by row"]
     assert all(one["median_ms"] > 0 and one["error"] == 0 for one in row["variants"].values())
     assert {"ratio", "switch_ms"} <= row["variants"]["2 x 4"].keys() and row["called"]["plain"] == []
+
+
+def test_bench_memory_keeps_what_it_has(tmp_path, monkeypatch):
+    asked = ("bench", "memory", "tiny-text", "tiny", "--device", "cpu", "--out", tmp_path)
+
+    def measured(end, name, *given):
+        yield "accel, 8GB", {"s": 1.5}
+        yield "accel, 1GB", {"failed": "too little"}
+        raise end
+
+    for end, code in ((torch.OutOfMemoryError("no memory"), 1), (KeyboardInterrupt(), 130)):
+        monkeypatch.setattr("accel.bench.diffusion.streaming.measure_budgets", partial(measured, end))
+        monkeypatch.setattr("accel.bench.budgets.measure_text", partial(measured, end))
+        result = run_command(*asked)
+        rows = json.loads((tmp_path / "cpu-memory.json").read_text())["rows"]
+        assert result.exit_code == code and "tiny-text, accel, 8GB: {'s': 1.5}" in result.output
+        assert rows[0]["memory"] == {"accel, 8GB": {"s": 1.5}, "accel, 1GB": {"failed": "too little"}}
+        assert [row.get("failed") for row in rows] == ([None] if code == 130 else ["OutOfMemoryError: no memory"] * 2)
 
 
 def test_bench_formats_writes_json(tmp_path):

@@ -10,12 +10,12 @@ from torch import nn
 
 import accel
 from accel.bench.adapters import plain_subject
+from accel.bench.budgets import Figures, within_each
 from accel.bench.memory import device_bytes, device_peak, release
 from accel.bench.timing import Clock, seconds, synchronize
 from accel.libraries.experts import experts_of_a_token
 from accel.offload.blocks import sizes_of
 from accel.offload.budget import predicted_seconds, room_for_weights, streamed_blocks
-from accel.offload.call_hooks import streamed_model
 from accel.options import bytes_of
 from accel.quantization.scheme import Scheme
 
@@ -25,9 +25,12 @@ WARM = 4  # before them: the first tells what a call needs, then kernels are cho
 SAMPLE = 2**28  # bytes by which speeds are measured
 
 
-def measure_budgets(name: str, device: torch.device, budgets: list[str], weights: str | None = None) -> dict:
-    """One row: seconds of STEPS calls on the card, within each budget, and by stock's model and group offload. weights:
-    as of accel.optimize; stock's are in 16 bits.
+@torch.no_grad()
+def measure_budgets(
+    name: str, device: torch.device, budgets: list[str], weights: str | None = None, stock: bool = True
+) -> Figures:
+    """Seconds of STEPS calls on the card, within each budget, and by stock's model and group offload, each once it is
+    known. weights: as of accel.optimize; stock's are in 16 bits.
 
     error: of the largest element, against the optimized model on the card; 0 is equal to the bit. Peaks are of the
     whole device, above what it had in use before the model. Raises KeyError for an unknown name.
@@ -35,26 +38,20 @@ def measure_budgets(name: str, device: torch.device, budgets: list[str], weights
     release(device)
     before = device_bytes(device)
     model, call = plain_subject(name, device)
-    found: dict[str, dict] = {}
-    with torch.no_grad():
-        found["stock, on the card"], _ = _timed(model, call, device, before, warm=1)
-        accel.optimize(model, weights=weights)
-        found["accel, on the card"], wanted = _timed(model, call, device, before)
-        for budget in budgets:
-            clock = Clock()
-            accel.optimize(model, memory=budget, weights=weights)
-            ready = clock.taken()
-            row, got = _timed(model, call, device, before)
-            held = streamed_model(model)
-            assert held is not None
-            row |= {"ready_s": round(ready, 1), "streamed_gb": round(held.sizes.moved(held.streamed or ()) / 1e9, 2)}
-            found[f"accel, {budget}"] = row | {"error": _apart(got, wanted)}
-        accel.restore(model)
-        with _model_offload(model, device) as offload:
-            found["stock, model offload"], _ = _timed(model, call, device, before, warm=1, end=offload)
-        with _group_offload(model, device):
-            found["stock, group offload"], _ = _timed(model, call, device, before, warm=1, steps=1)
-    return {"name": name, "memory": found}
+    if stock:
+        yield "stock, on the card", _timed(model, call, device, before, warm=1)[0]
+    accel.optimize(model, weights=weights)
+    row, wanted = _timed(model, call, device, before)
+    yield "accel, on the card", row
+    for key, row, got in within_each(model, budgets, {"weights": weights}, lambda: _timed(model, call, device, before)):
+        yield key, row if got is None else row | {"error": _apart(got, wanted)}
+    if not stock:
+        return
+    accel.restore(model)
+    with _model_offload(model, device) as offload:
+        yield "stock, model offload", _timed(model, call, device, before, warm=1, end=offload)[0]
+    with _group_offload(model, device):
+        yield "stock, group offload", _timed(model, call, device, before, warm=1, steps=1)[0]
 
 
 def _timed(

@@ -34,19 +34,20 @@ def measure_each(
     names: list[str],
     place: "torch.device",
     out: Path,
-    measure: "Callable[[str, torch.device], dict]",
+    measure: "Callable[[str, torch.device], dict | Iterator[dict]]",
     told: Callable[[dict], Iterator[tuple[str, ...]]],
     shown: "Table",
 ) -> None:
     """Each model in turn, kept as JSON as it grows; rows of the table are told(row). Ends with 1 where one fails.
 
-    case: of the file's name, and where a row has its parts. Raises KeyError's kin, BadParameter, for an unknown name.
+    case: of the file's name, and where a row has its parts. measure: gives a row, or it again whenever it has grown.
+    Raises KeyError's kin, BadParameter, for an unknown name.
     """
     import torch
 
     from accel.bench import results
     from accel.bench.machine import provenance, slug
-    from accel.errors import reason_of
+    from accel.errors import Refused, logged, reason_of
 
     quiet()
     console = Console()
@@ -58,19 +59,24 @@ def measure_each(
         task = progress.add_task("", total=len(names))
         for name in names:
             progress.update(task, description=name)
+            row: dict = {"name": name}
+            rows.append(row)
             try:
-                rows.append(measure(name, place))
+                made = measure(name, place)
+                for more in (made,) if isinstance(made, dict) else made:
+                    row |= more
+                    results.write(result | provenance(place, usual_dtype), path)
             except KeyError:
                 raise typer.BadParameter(f"{name!r} is no model of `accel bench` or `accel bench llm`") from None
             except Exception as error:  # the others are still worth their time
-                rows.append({"name": name, "failed": reason_of(error)})
-            results.write(result | provenance(place, usual_dtype), path)
+                row["failed"] = logged(error) if isinstance(error, Refused) else reason_of(error, memory=True)
+                results.write(result | provenance(place, usual_dtype), path)
             progress.advance(task)
     failed = []
     for row in rows:
         parts = {row["name"]: row} | {f"{row['name']}, {key}": one for key, one in row.get(case, {}).items()}
         failed += [f"{part}: {one['failed']}" for part, one in parts.items() if "failed" in one]
-        for cells in () if "failed" in row else told(row):
+        for cells in () if "failed" in row and case not in row else told(row):
             shown.add_row(row["name"], *cells)
     console.print(shown)
     console.print(f"written to {path}")
