@@ -15,6 +15,7 @@ from torch import nn
 
 from accel.fusion.loop import ForwardCounter
 from accel.fusion.tensor_notes import TensorNotes
+from accel.parallel.sharded_layers import local
 from accel.patching.rule import Context, unshare
 from accel.quantization.adapters import low_rank, read_low_rank, with_adapters
 from accel.quantization.module import row_tensors
@@ -56,9 +57,8 @@ class Stacked:
 
     def undo(self) -> None:
         for linear in map(base, self.linears):
-            for tensor in row_tensors(linear):
-                if tensor is not None:
-                    unshare(tensor)
+            for tensor in (*linear.parameters(), *linear.buffers()):  # by other names where it was pruned since
+                unshare(local(tensor))
 
 
 def stacked_rows(parts: Sequence[torch.Tensor | None], sizes: Sequence[int] | None = None) -> torch.Tensor | None:

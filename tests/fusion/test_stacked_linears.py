@@ -6,10 +6,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import prune
+from torch.nn.utils.parametrizations import weight_norm
 
 from accel.cuda_graphs.entry import LoopConstant
 from accel.fusion.loop import ForwardCounter
-from accel.fusion.stacked_linears import StackedLinears, project_together, stacked_rows, stacked_tensors
+from accel.fusion.stacked_linears import Stacked, StackedLinears, project_together, stacked_rows, stacked_tensors
 from accel.fusion.tensor_notes import TensorNotes
 
 
@@ -58,6 +60,16 @@ def test_nothing_of_before_a_change_is_given(joint, change):
     if change == "weights, in a new forward":
         group.passes.begin()
     close(group.of(second, x), second, x)
+
+
+@pytest.mark.parametrize("changed", [lambda one: prune.l1_unstructured(one, "weight", 0.5), weight_norm])
+def test_undo_of_weights_that_have_other_names_since(changed):
+    layers = nn.ModuleList(nn.Linear(6, n) for n in (4, 3))
+    patch = Stacked(layers)
+    patch.apply()
+    changed(layers[1])
+    patch.undo()
+    assert all(one.untyped_storage().nbytes() == one.nbytes for one in layers.parameters())
 
 
 def test_what_is_kept_is_made_anew_in_the_same_memory(joint):
