@@ -289,9 +289,9 @@ class BoundBidirectionalAttention(BoundSoftmaxAttention):
         rotary, inside = spec.rotary, spec.rotary is not None and spec.key_scale == 1.0
         (q, q_norm), (k, k_norm) = (
             normed(t, norm) if inside or norm is None else (norm(t), None)
-            for t, norm in ((q[0], self.q_norm), (k[0], self.k_norm))
+            for t, norm in ((q, self.q_norm), (k, self.k_norm))
         )
-        k = k if spec.key_scale == 1.0 else k * spec.key_scale
+        q, k = q[0], k[0] if spec.key_scale == 1.0 else k[0] * spec.key_scale
         if rotary is not None:
             cos, sin = (one[0] for one in self.angles(step, kwargs))
             given = {"interleaved": rotary.interleaved, "q_norm": q_norm, "k_norm": k_norm}

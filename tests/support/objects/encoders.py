@@ -41,6 +41,9 @@ CONFIGS = {
     "OPT": t.OPTConfig(**BART, num_hidden_layers=2, num_attention_heads=4, hidden_size=32, word_embed_proj_dim=32),
     "Qwen3": t.Qwen3Config(**SIZES, **GROUPED),
     "Mistral": t.MistralConfig(**SIZES, **GROUPED, sliding_window=6),
+    "Exaone4": t.Exaone4Config(
+        **SIZES, num_key_value_heads=2, sliding_window=6, layer_types=["sliding_attention", "full_attention"]
+    ),
     "MllamaText": t.MllamaTextConfig(
         **SIZES, num_key_value_heads=2, cross_attention_layers=[1], pad_token_id=0, rope_parameters=ROTARY
     ),
