@@ -15,9 +15,9 @@ from accel.errors import reason_of
 from accel.fusion.patch_embedding import is_patch_embedding
 from accel.libraries.code import comes_from
 from accel.libraries.models import is_seq2seq
-from accel.llm.recording.inputs import few
+from accel.llm.recording.inputs import ROWS, example_ids, few
 from accel.llm.recording.record import NotUnderstood
-from accel.llm.recording.recorder import ROWS, decoder_layers, example_ids, resting
+from accel.llm.recording.recorder import decoder_layers, resting
 from accel.patching.structure import placement
 
 INTERPOLATED = "interpolate_pos_encoding"

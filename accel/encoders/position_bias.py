@@ -11,9 +11,9 @@ from torch import nn
 from accel.in_flight import listening
 from accel.libraries.attention import lent_attention
 from accel.llm.recording.implementation import lent_configs
-from accel.llm.recording.inputs import most_configured
+from accel.llm.recording.inputs import example_ids, most_configured
 from accel.llm.recording.record import NotUnderstood
-from accel.llm.recording.recorder import example_ids, resting
+from accel.llm.recording.recorder import resting
 from accel.patching.fast_forward import FastForward
 from accel.patching.structure import plain
 

@@ -42,8 +42,9 @@ from accel.in_flight import listening
 from accel.libraries.cache import cache_of
 from accel.libraries.models import is_causal_lm, is_seq2seq
 from accel.llm.parts.step import ForwardContext
+from accel.llm.recording.inputs import example_ids
 from accel.llm.recording.record import NotUnderstood
-from accel.llm.recording.recorder import example_ids, resting
+from accel.llm.recording.recorder import resting
 from accel.patching.fast_forward import as_written
 from accel.patching.rule import Change, Context, ForwardPatch, Match, Rule, Site, Skip, first_of
 from accel.patching.structure import meta_weights, side_effects

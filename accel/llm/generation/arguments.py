@@ -17,8 +17,8 @@ from accel.libraries.generation import GRIDS, MARKS, POSITIONS
 from accel.llm.generation.calling_convention import ALL, GRID, NEW, CallingConvention, Kept
 from accel.llm.generation.decoder import DecoderForward
 from accel.llm.generation.trial import PADDING, expected, logits_over_pieces, most_new, pieces_of, plainly
-from accel.llm.recording.inputs import within_positions
-from accel.llm.recording.recorder import example_ids, resting
+from accel.llm.recording.inputs import example_ids, within_positions
+from accel.llm.recording.recorder import resting
 
 PIECES = (9, 1, 3)  # tokens of a prompt, a step and a longer one
 

@@ -10,9 +10,9 @@ from torch import nn
 from accel.cuda_graphs.pays import in_turns
 from accel.libraries.cache import cache_given, cache_of
 from accel.llm.recording.implementation import unpaged
-from accel.llm.recording.inputs import most_configured
+from accel.llm.recording.inputs import example_ids, most_configured
 from accel.llm.recording.record import NotUnderstood
-from accel.llm.recording.recorder import example_ids, model_side_effects, resting
+from accel.llm.recording.recorder import model_side_effects, resting
 from accel.patching.fallback_log import FallbackLog
 from accel.patching.fast_forward import as_written
 

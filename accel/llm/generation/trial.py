@@ -16,9 +16,9 @@ from accel.llm.generation.prefill import MOST_PROMPT, bucket_for, pad_to_bucket
 from accel.llm.generation.routing import Choices, noting, repeating, routed_modules, routing_modules
 from accel.llm.kv_cache.shape import kv_layers
 from accel.llm.kv_cache.store import Store
-from accel.llm.recording.inputs import within_positions
+from accel.llm.recording.inputs import ROWS, example_ids, within_positions
 from accel.llm.recording.record import NotUnderstood
-from accel.llm.recording.recorder import ROWS, example_ids, resting
+from accel.llm.recording.recorder import resting
 from accel.patching.fast_forward import as_written
 from accel.patching.rule import ForwardPatch
 from accel.quantization.formats.stored_weight import coarsest

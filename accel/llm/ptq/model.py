@@ -13,8 +13,9 @@ from accel.llm.moe.experts import ExpertFormula, holds_experts
 from accel.llm.parts.linear import holds_transposed
 from accel.llm.ptq.calibration.linears import heads, linears
 from accel.llm.ptq.formats.saving import guard
+from accel.llm.recording.inputs import example_ids
 from accel.llm.recording.record import NotUnderstood
-from accel.llm.recording.recorder import decoder_layers, example_ids, model_side_effects, resting
+from accel.llm.recording.recorder import decoder_layers, model_side_effects, resting
 from accel.options import Options
 from accel.parallel.sharded_layers import expert_sharding, local
 from accel.patching.structure import meta_weights, tampered, twin

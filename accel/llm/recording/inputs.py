@@ -51,6 +51,16 @@ def example_inputs(
     return {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
 
 
+def example_ids(model: "PreTrainedModel", tokens: int, seed: int = 0) -> torch.Tensor:
+    """(ROWS, tokens) random token numbers, from a generator of their own."""
+    try:
+        words = model.get_input_embeddings().weight.shape[0]
+    except NotImplementedError:  # as transformers says that it does not know where they are
+        words = model.config.get_text_config().vocab_size
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(words, (ROWS, tokens), generator=generator, device="cpu").to(placement(model)[0])
+
+
 def within_positions(most: int | None, lengths: tuple[int, ...]) -> tuple[int, ...]:
     """Tokens of a prompt and of steps after it: these, or fewer where the model has fewer positions, or 0 in a prompt
     where it has too few. most: positions there are, None for any number.

@@ -26,7 +26,7 @@ from accel.libraries.tensor_parallel import pipeline_stage
 from accel.llm.kv_cache.cache import PAIRS
 from accel.llm.pipeline.device_hooks import StockHere, device_of, moved_to, other_hook
 from accel.llm.recording.implementation import foreign_attention, lent_configs, unpaged
-from accel.llm.recording.inputs import few, last_positions, most_configured
+from accel.llm.recording.inputs import example_ids, few, last_positions, most_configured
 from accel.llm.recording.mask_tables import narrowed
 from accel.llm.recording.plain_attention import plain_attention
 from accel.llm.recording.position_table import PositionTable
@@ -36,7 +36,6 @@ from accel.patching.structure import foreign_hooks, placement
 from accel.quantization.experts import holds_numbers
 
 NAME = "accel_recording"
-ROWS = 2
 AMPLIFIED = {torch.float16: 8.0}  # which a gated MLP multiplies by itself
 
 
@@ -52,10 +51,12 @@ def decoder_layers(model: PreTrainedModel, call: dict[str, Any] | None = None) -
     except ValueError as error:  # several texts
         raise NotUnderstood(f"its configuration names no one text model: {error}") from error
     depth = getattr(config, "num_hidden_layers", getattr(config, "depth", None))
+    if not isinstance(depth, int):
+        raise NotUnderstood("its configuration does not say how many layers it has")
     lists = {path: module for path, module in model.named_modules() if type(module) is nn.ModuleList and len(module)}
     lengths = {len(module) for module in lists.values()}
     most = depth if depth in lengths else max(lengths, default=0)
-    if not isinstance(depth, int) or (most and depth % most):
+    if most and depth % most:
         lists = {}
     stacks = {path: module for path, module in lists.items() if len(module) == most}
     stacks = {path: stacks[path] for path in stacks if not any(path.startswith(f"{other}.") for other in stacks)}
@@ -80,12 +81,6 @@ def _last_to_run(model: PreTrainedModel, stacks: dict[str, nn.ModuleList], call:
             except Exception as error:  # whatever a forward may raise
                 reason_of(error)
     return order[-1] if order else next(iter(stacks))
-
-
-def example_ids(model: PreTrainedModel, tokens: int, seed: int = 0) -> torch.Tensor:
-    """(ROWS, tokens) random token numbers, from a generator of their own."""
-    vocabulary, generator = model.get_input_embeddings().weight.shape[0], torch.Generator().manual_seed(seed)
-    return torch.randint(vocabulary, (ROWS, tokens), generator=generator, device="cpu").to(placement(model)[0])
 
 
 @contextmanager
@@ -259,7 +254,10 @@ class Recorder:
         if self.looking:
             return
         if not self.open:
-            self.current = next(record for record in self.record.layers if record.layer is module)
+            found = [record for record in self.record.layers if record.layer is module]
+            if not found:
+                raise NotUnderstood("its code calls the forward of a layer, not the layer")
+            (self.current,) = found
         given = next((v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor)), None)
         parent = self.open[-1].module if self.open else None
         self.open.append(Call(module, parent, args, dict(kwargs), None if given is None else self.value(given)))

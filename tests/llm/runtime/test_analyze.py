@@ -14,9 +14,8 @@ from accel.llm.attention.attention import AttentionSpec
 from accel.llm.attention.softmax_attention import SoftmaxSpec
 from accel.llm.kv_cache.state_layer import StateLayer
 from accel.llm.kv_cache.store_layer import StoreLayer
-from accel.llm.recording.inputs import FEW
+from accel.llm.recording.inputs import FEW, example_ids
 from accel.llm.recording.record import LayerRecord, NotUnderstood
-from accel.llm.recording.recorder import example_ids
 from accel.llm.runtime.analyze import formulas
 from support.everything import EVERYTHING
 from support.llm.families import FAMILIES, layers, make, prompt

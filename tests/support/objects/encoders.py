@@ -32,6 +32,7 @@ CONFIGS = {
     "NomicBert": t.NomicBertConfig(**SIZES),
     "Albert": t.AlbertConfig(**SIZES, embedding_size=16, num_hidden_groups=2, inner_group_num=2),
     "CLIPText": t.CLIPTextConfig(**SIZES | IDS),
+    "OwlViTText": t.OwlViTTextConfig(**SIZES | IDS),  # which does not tell where its words are
     "Esm": t.EsmConfig(**SIZES, mask_token_id=5, pad_token_id=1, token_dropout=True, position_embedding_type="rotary"),
     "MPNet": t.MPNetConfig(**SIZES),
     "RoFormer": t.RoFormerConfig(**SIZES, embedding_size=16),
