@@ -41,8 +41,9 @@ from accel.fusion.stacked_linears import Stacked
 from accel.in_flight import listening
 from accel.libraries.cache import cache_of
 from accel.libraries.models import is_causal_lm, is_seq2seq
+from accel.llm.attention.position_terms import POSITIONS
 from accel.llm.parts.step import ForwardContext
-from accel.llm.recording.inputs import example_ids
+from accel.llm.recording.inputs import example_ids, last_positions
 from accel.llm.recording.record import NotUnderstood
 from accel.llm.recording.recorder import resting
 from accel.patching.fast_forward import as_written
@@ -196,8 +197,9 @@ def _try(forward: EncoderForward, example: dict[str, Any]) -> None:
     if mask in forward.names:
         right, left = ({mask: random_mask(inputs, example, turned)} for turned in (False, True))
         more += [right, left]
-    if inputs == TEXT and "position_ids" in forward.names:
-        more.append(right | {"position_ids": torch.arange(main.shape[1], device=main.device).flip(0).expand_as(main)})
+    if inputs == TEXT and POSITIONS in forward.names:
+        places = last_positions(model, main).get(POSITIONS, torch.arange(main.shape[1], device=main.device))
+        more.append(right | {POSITIONS: places.flip(-1).expand_as(main)})  # of which some layers scale queries
     calls = [example | one for one in more]
     own = any(layer.attention.own_code for layer in forward.layers)
     if inputs == TEXT and own:  # which may have windows

@@ -15,7 +15,9 @@ from support.objects.encoders import (
     BATCH,
     CONFIGS,
     DEBERTA,
+    GROUPED,
     LENGTH,
+    ROTARY,
     SIZES,
     assert_same,
     encoder_of,
@@ -162,6 +164,16 @@ def test_what_is_no_such_encoder_says_why():
     rows = [row for row in accel.report(accel.optimize(model)).sites if row[1] == "encoder"]
     (told,) = (row[3] for row in rows if row[2] == "patched")
     assert told.startswith("2 attentions are fused inside of its own code, as its own code attends, by a formula that")
+
+
+def test_queries_that_are_scaled_at_late_positions_alone():
+    scaled = ROTARY | {"rope_type": "yarn", "factor": 2.0, "llama_4_scaling_beta": 0.5}
+    scaled["original_max_position_embeddings"] = 20
+    config = t.Ministral3Config(**SIZES, **GROUPED, rope_parameters=scaled)
+    (row,) = [
+        row for row in accel.report(accel.optimize(t.Ministral3Model(config).eval())).sites if row[1] == "encoder"
+    ]
+    assert row[2] == "skipped" and "computes something else with attention_mask with position_ids" in row[3]
 
 
 CONTENT = {
