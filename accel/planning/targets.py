@@ -155,7 +155,7 @@ def _is_whole(one: object) -> bool:
         return False
     if not is_model(one):
         return fully_sharded(one)
-    if generates_by_itself(one) or getattr(one.config, "is_encoder_decoder", False):
+    if generates_by_itself(one) or getattr(getattr(one, "config", None), "is_encoder_decoder", False):
         return True
     return not any(is_causal_lm(module) for module in one.modules() if module is not one)
 

@@ -54,10 +54,11 @@ def test_rows(section, pinned, tiny):
 
 @pytest.mark.skipif(EVERYTHING, reason="the file is written anew")
 @pytest.mark.skipif(not CURRENT, reason=f"the table is of {WRITTEN}")
-def test_every_model_there_is_has_a_row():
+def test_every_model_there_is_has_a_row_and_none_is_wrong():
     for section, names in table.models().items():
         listed = {row.model for row in ROWS[section]}
         assert listed == set(names), f"{section}: {sorted(listed ^ set(names))}: {table.AGAIN}"
+        assert not [row for row in ROWS[section] if row.wrong]
 
 
 @pytest.mark.skipif(not EVERYTHING, reason="ACCEL_TEST_EVERYTHING=1 runs all rows and writes the file")
