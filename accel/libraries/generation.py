@@ -50,6 +50,11 @@ MARKS = ("token_type_ids", "mm_token_type_ids")  # one number a token: 0 for tex
 GRIDS = ("image_grid_thw", "video_grid_thw")  # (images, 3): frames, rows and columns of each
 
 
+def counts_otherwise(model: PreTrainedModel) -> bool:
+    """Whether positions of tokens may be others than 0, 1, 2 .., as of pictures in three parts."""
+    return getattr(type(model), POSITIONS, None) is not getattr(GenerationMixin, POSITIONS)
+
+
 def predictable(model: PreTrainedModel, prepared: Any = None) -> bool:
     """Whether the loop around this model is GenerationMixin's: one token more, one position, one 1 of the mask.
 

@@ -73,7 +73,7 @@ class Rotary:
             cos, sin = (F.pad(one, (0, 0, more, 0), value=still) for one, still in ((cos, 1.0), (sin, 0.0)))
         return cos, sin
 
-    def fits(self, kwargs: dict, attention: nn.Module) -> bool:
+    def fits(self, kwargs: dict, attention: nn.Module | None) -> bool:
         """Whether the table holds each angle as often as the form says: small angles hardly differ from none."""
         table = self._tables(kwargs, attention)[1]
         alike = set()
@@ -89,7 +89,7 @@ class Rotary:
             return kwargs["position_ids"]
         return kwargs[self.name] if self.given else attention._buffers[self.name]
 
-    def _tables(self, kwargs: dict, attention: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+    def _tables(self, kwargs: dict, attention: Any) -> tuple[torch.Tensor, torch.Tensor]:
         if self.given or self.maker is not None:
             value = kwargs[self.name] if self.given else self._made(kwargs["position_ids"], attention)
             if isinstance(value, torch.Tensor):

@@ -28,7 +28,7 @@ from accel.llm.generation.calling_convention import (
     wanted_of,
 )
 from accel.llm.generation.layer_forward import LayerForward
-from accel.llm.generation.layer_inputs import NOT_CAUSAL, CheckedStep, under_way
+from accel.llm.generation.layer_inputs import NOT_CAUSAL, OTHER_TURNS, CheckedStep, under_way
 from accel.llm.generation.model_guard import ModelGuard
 from accel.llm.generation.prefill import Prompts, by_graph
 from accel.llm.kv_cache.cache import adopt, tokens_in
@@ -206,7 +206,7 @@ class DecoderForward(FastForward):
         if step.reason is None:
             store.advance(new)
             return output
-        if step.reason != NOT_CAUSAL:  # which another call of the kind may not be
+        if step.reason not in (NOT_CAUSAL, OTHER_TURNS):  # which another call of the kind may not be
             self.declined[names] = step.reason
         self.log.fell_back(self.path, step.reason)
         return output
@@ -214,10 +214,9 @@ class DecoderForward(FastForward):
     def embeddings(self) -> torch.Tensor:
         """The weight of the input embeddings. Raises Unfit where somebody put something else in their place."""
         try:
-            weight = self.module.get_input_embeddings().weight
+            return self.module.get_input_embeddings().weight
         except (AttributeError, NotImplementedError) as error:
             raise Unfit(changed_since("the place of its input embeddings")) from error
-        return weight
 
     def shapes(self) -> tuple[LayerShape, ...]:
         """What each layer keeps, by its place in the cache."""
@@ -304,12 +303,13 @@ class DecoderForward(FastForward):
         name = "input_ids" if tokens.dim() == 2 else "inputs_embeds"
         given = {name: tokens} | self.given_cache(self.convention.shown(step))
         given |= {} if positions is None else {"position_ids": positions}
-        if isinstance(keep, torch.Tensor) or keep != 0 or "logits_to_keep" in self.names:
-            given["logits_to_keep"] = keep
+        keeps = "logits_to_keep" in self.names  # else it gives those of all tokens
+        given |= {"logits_to_keep": keep} if keeps or (type(keep) is int and keep) else {}
         if self.convention.mask:
             given[MASK] = torch.zeros((), device=tokens.device).expand(1, 1, 1, 1)
         with self.steps.taken(step), nullcontext() if self.ranks is None else self.ranks.forward():
-            return type(self.module).forward(self.module, **given).logits
+            logits = type(self.module).forward(self.module, **given).logits
+        return logits if keeps or type(keep) is int else logits[:, keep]
 
     def ready(self, stack: bool = True) -> None:
         """Binds the layers to the weights where the model has changed. Raises Unfit where they no longer fit it."""

@@ -17,7 +17,8 @@ from accel.errors import Unfit
 from accel.fusion.host_numbers import HostNumbers, few_on_host
 from accel.libraries.attention import MASK
 from accel.libraries.cache import Cache
-from accel.libraries.generation import ENCODED
+from accel.libraries.generation import ENCODED, counts_otherwise
+from accel.llm.attention.rotary import Rotary
 from accel.llm.attention.softmax_attention import SoftmaxSpec
 from accel.llm.attention.stock.stock_attention import StockSpec
 from accel.llm.generation.calling_convention import own_arguments
@@ -29,6 +30,7 @@ from accel.llm.runtime.layer_spec import LayerSpec
 
 HIDDEN_STATES = "hidden_states"  # as decoder layers of transformers name it
 NOT_CAUSAL = "its attention mask is not causal"
+OTHER_TURNS = "its heads are turned by other angles than those of a text"
 PLACES = ("position_ids", "cache_position")  # of tokens: handed on also where nobody reads them
 
 
@@ -37,14 +39,15 @@ class CheckedStep(Step):
 
     forward: the `DecoderForward`. cache: the caller's, over the store of `kvs`. mask: (rows, start + new), of the
     padding; None where it hides nothing. checked: layers' inputs are compared. names: of its own arguments, which tell
-    whether masks are likely to be causal: to find out waits for the device. bare: layers are without a mask. reason:
-    what the first layer was given that no text gives it; then all layers run stock. ran: those that ran fused. masks:
-    by which layers attend, by the id of what they are given. stretch: runs them in graphs; None where none may.
+    whether masks are likely to be causal: to find out waits for the device. turns: so may halves of heads be turned by
+    positions of their own. bare: layers are without a mask. reason: what the first layer was given that no text gives
+    it; then all layers run stock. ran: those that ran fused. masks: by which layers attend, by the id of what they are
+    given. stretch: runs them in graphs; None where none may.
     """
 
     __slots__ = (
         "bare", "by_mask", "cache", "checked", "device", "given", "known", "masks", "padding", "ran", "reason", "seen",
-        "start", "stretch",
+        "start", "stretch", "turns",
     )  # fmt: skip
 
     def __init__(
@@ -67,12 +70,13 @@ class CheckedStep(Step):
             names in forward.masked,
             forward.embeddings().dtype,
         )
+        self.turns = not forward.convention.position_parts and counts_otherwise(forward.module)
         self.masks: dict[int, torch.Tensor] = {}
         self.known: HostNumbers | None = None
         self.given, self.device = (*tokens.shape[:2], dtype), tokens.device
         self.reason: str | None = None
         self.ran: list[LayerForward] = []
-        self.seen: dict[tuple, tuple] = {}  # masks, kept so that no other has their id, and whether they are causal
+        self.seen: dict[Any, tuple] = {}  # masks and angles, kept so that no other has their id, and whether they fit
 
     def runs_stock(self, layer: LayerForward, args: tuple, kwargs: dict) -> bool:
         """Raises Unfit where layers before it have computed already."""
@@ -110,6 +114,8 @@ class CheckedStep(Step):
         if spec.attention is None or isinstance(spec.attention, StockSpec):
             return None
         mask, window, parts = kwargs.get(MASK), spec.attention.window, spec.attention.mixers
+        if self.turns and not all(self._turned(getattr(part, "rotary", None), kwargs) for part in parts):
+            return OTHER_TURNS
         key = id(mask), window, tuple(part.keeps_state for part in parts)
         if self.by_mask and self._attends_by(spec.attention, mask):
             return None
@@ -121,6 +127,15 @@ class CheckedStep(Step):
             )
             self.seen[key] = mask, all(shown)
         return None if self.seen[key][1] or self._attends_by(spec.attention, mask) else NOT_CAUSAL
+
+    def _turned(self, rotary: Rotary | None, kwargs: dict) -> bool:
+        """Whether a layer is given one angle for each pair of channels. Waits for the device."""
+        if rotary is None or not rotary.given:
+            return True
+        table = kwargs[rotary.name]
+        if id(table) not in self.seen:
+            self.seen[id(table)] = table, rotary.fits(kwargs, None)
+        return self.seen[id(table)][1]
 
     def mask(self, spec: Any, kwargs: dict) -> torch.Tensor | None:
         mask = kwargs.get(MASK)

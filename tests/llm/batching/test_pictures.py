@@ -40,8 +40,11 @@ def asked(name: str, given: dict, new: int = NEW):
     return request(name, prompt, new, given=dict(prompt.given))
 
 
-# Positions of three parts, and features added to layers; tokens that see both ways; states beside keys.
-@pytest.mark.parametrize(("name", "narrow"), [("qwen3-vl", True), ("gemma3", False), ("lfm2-vl", True)])
+# Positions of three parts, and features added to layers; tokens that see both ways; states beside keys; logits of all
+# tokens.
+@pytest.mark.parametrize(
+    ("name", "narrow"), [("qwen3-vl", True), ("gemma3", False), ("lfm2-vl", True), ("qwen2.5-omni", False)]
+)
 def test_each_gets_what_it_gets_alone(name, narrow, monkeypatch):
     """narrow: blocks run out, so that a text with a picture is read again, with what it has of its answer."""
     model, stock, text, images = pair(name)

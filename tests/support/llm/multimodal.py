@@ -147,6 +147,12 @@ def grown(kind: str, grid: bool = False, marked: bool = True):
     return model, {}, {"input_ids": ids} | marks | image
 
 
+def omni():
+    model, text, image = grown("qwen2_5_omni_thinker", grid=True, marked=False)
+    image["input_ids"][:, 2] = model.config.vision_start_token_id
+    return model, text, image
+
+
 MODELS: dict[str, Callable] = {
     "qwen2-vl": functools.partial(grown, "qwen2_vl", grid=True),
     "qwen2.5-vl": functools.partial(grown, "qwen2_5_vl", grid=True),
@@ -162,8 +168,10 @@ MODELS: dict[str, Callable] = {
     "idefics3": functools.partial(idefics, "Idefics3"),
     "lfm2-vl": lfm2,
     "mllama": mllama,
+    "qwen2.5-omni": omni,
     "glm4v": functools.partial(grown, "glm4v", grid=True),
     "kimi-k2.5": functools.partial(grown, "kimi_k25", grid=True, marked=False),
+    "hunyuan-vl": functools.partial(grown, "hunyuan_vl", grid=True),
     "paddleocr-vl": functools.partial(grown, "paddleocr_vl", grid=True),
     "aya-vision": functools.partial(grown, "aya_vision"),
     "ovis2": functools.partial(grown, "ovis2"),
