@@ -120,8 +120,7 @@ class InstanceMethod(Owned):
 
     @property
     def __signature__(self) -> inspect.Signature:
-        stock = inspect.signature(getattr(type(self.owner), self.name))
-        return stock.replace(parameters=list(stock.parameters.values())[1:])
+        return _signature(getattr(type(self.owner), self.name))
 
     def stock(self, *args: Any, **kwargs: Any) -> Any:
         """What the owner's class does."""
@@ -129,6 +128,13 @@ class InstanceMethod(Owned):
 
     @abstractmethod
     def call(self, *args: Any, **kwargs: Any) -> Any: ...
+
+
+@lru_cache(256)
+def _signature(method: Any) -> inspect.Signature:
+    """Without self. Kept, since a text's beginning asks for some ten of them, half a millisecond each."""
+    stock = inspect.signature(method)
+    return stock.replace(parameters=list(stock.parameters.values())[1:])
 
 
 def disown(obj: object) -> bool:
