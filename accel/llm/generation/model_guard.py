@@ -20,6 +20,7 @@ from transformers import PreTrainedConfig
 
 from accel.cuda_graphs.fingerprint import VERSION
 from accel.in_flight import Here
+from accel.libraries.adapters import BASE
 from accel.libraries.attention import ATTENTION, PAGED
 from accel.libraries.experts import CHOSEN, EXPERTS
 from accel.llm.recording.implementation import foreign_experts, lent_configs, undecorated
@@ -44,7 +45,7 @@ class ModelGuard:
     def __init__(self, model: nn.Module, read: Iterable[tuple[PreTrainedConfig, set[str]]], shown: Iterable[str] = ()):
         self.model = model
         self.stale: str | None = None
-        self.held = {path: vars(module)["config"] for path, module in model.named_modules() if _configured(module)}
+        self.held = {path: vars(one)["config"] for path, one in _bases(model).items() if _configured(one)}
         self.fields = [
             (config, name, _kept(getattr(config, name, ABSENT))) for config, names in read for name in sorted(names)
         ]
@@ -69,11 +70,15 @@ class ModelGuard:
         return self._has_hooks(modules) if what is None else changed_since(what)
 
     def _another(self, modules: dict[str, nn.Module]) -> str | None:
-        gone = next((path for path in chain(self.held, self.shown) if path not in modules), None)
-        if gone is not None:
-            return f"{gone}, which is gone,"
+        bases = _bases(self.model)
+        gone = [
+            *(path for path in self.held if path not in bases),
+            *(path for path in self.shown if path not in modules),
+        ]
+        if gone:
+            return f"{gone[0]}, which is gone,"
         for path, config in self.held.items():
-            if vars(modules[path]).get("config") is not config:
+            if vars(bases[path]).get("config") is not config:
                 return f"the configuration of {path or 'the model'}"
         for config, name, value in self.fields:
             if not same(getattr(config, name, ABSENT), value):
@@ -106,9 +111,9 @@ class ModelGuard:
             yield from map(_live, filter(_several, fields.values()))
             yield from (_live(v) for value in fields.values() if _several(value) for v in _live(value) if _several(v))
         yield NamedValues(mappings)
-        found, modules = self.configurations, dict(self.model.named_modules())
+        found = self.configurations
         yield View(lambda: chain(map(len, map(vars, found)), foreign_experts(found)))
-        held = [vars(modules[path]) for path in self.held if path in modules]
+        held = [vars(module) for path, module in _bases(self.model).items() if path in self.held]
         # By number: some configurations that are not the same say that they are equal.
         yield View(lambda: (id(attributes.get("config")) for attributes in held))
         # Masks, which are read once; in inference mode nobody counts how often they were changed.
@@ -134,6 +139,11 @@ def configurations(model: nn.Module) -> list[PreTrainedConfig]:
             found[id(config)] = config
             waiting += [value for value in vars(config).values() if isinstance(value, PreTrainedConfig)]
     return list(found.values())
+
+
+def _bases(model: nn.Module) -> dict[str, nn.Module]:
+    """All modules by path; one that adapters are around has the path of these, as without them."""
+    return {path.replace(f".{BASE}", ""): module for path, module in model.named_modules()}
 
 
 def _configured(module: nn.Module) -> bool:

@@ -9,7 +9,7 @@ import torch
 import accel
 from accel.cuda_graphs.adapter_buffers import AdapterBuffers
 from benchmarks.models.buffered_calls import buffered
-from support.llm.edits.places import lora
+from support.llm.edits.places import lora, switch
 from support.llm.families import make
 
 pytest.importorskip("peft")
@@ -52,6 +52,21 @@ def test_prompts_and_steps_take_adapters_with_their_products(family):
     for names in (["tone"], ["style", "tone"], [], ["style"]):
         agree(chosen(names))
     assert not buffers.form and not accel.report(ours).fallbacks
+
+
+def test_adapters_of_experts_leave_all_else_fused():
+    stock = make("qwen3-moe", num_hidden_layers=1).requires_grad_(False)
+    ours, ids = accel.optimize(copy.deepcopy(stock), cpu="fuse"), torch.arange(3, 12)[None]
+    for model in (ours, stock):
+        lora("style", target_modules=["q_proj"], target_parameters=["experts.gate_up_proj", "experts.down_proj"])(model)
+        model.requires_grad_(False).eval()
+    for on in (True, False):
+        for model in (ours, stock):
+            switch(on)(model)
+        with torch.no_grad():
+            mine, theirs = (model(ids, use_cache=True).logits for model in (ours, stock))
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=2e-5 * float(theirs.abs().max()))
+    assert [path for path, _, _ in accel.report(ours).fallbacks] == ["model.layers.0.mlp.experts"]
 
 
 def test_rows_have_adapters_of_their_own_in_the_buffers():
