@@ -47,8 +47,8 @@ class EncoderForward(FastForward):
     say otherwise; watches: somebody has looked into one. shows: the code around the layers is given the mask, and what
     each layer gives where there is none. inputs: what it is given; unread: names of what it is given beside, which
     changes nothing. order: of the layers that it calls, some of them several times. stops: see `EncoderStep`. mirrors,
-    alike: see `Sight`. settings: what `told` gave when it was understood. sizes: what its code makes of these alone, as
-    keywords; None for nothing that is known.
+    alike: see `Sight`. settings: what `told` gave when it was understood; kinds: of modules in it then. sizes: what its
+    code makes of these alone, as keywords; None for nothing that is known.
     """
 
     renewed = ("seen", "reason", "lock", "sees", "biases")
@@ -60,6 +60,7 @@ class EncoderForward(FastForward):
     order: list[int]
     stops: set[int]
     settings: tuple = ()
+    kinds: frozenset[type]
     sizes: PictureSizes | None = None
     steps: ForwardContext
     runner: GraphRunner | None  # of the layers
@@ -261,8 +262,11 @@ class EncoderForward(FastForward):
             return "its configuration has changed since it was optimized"
         self.streams, stack = False, not self.apart and streamed_model(self.root) is None
         for layer in self.layers:
-            if foreign_hooks(layer.module, CallersHook):
-                return f"{layer.path} has forward hooks"
+            for path, one in layer.module.named_modules(prefix=layer.path):  # the user's code would see packed rows
+                seen = foreign_hooks(one, CallersHook) and "forward hooks"
+                other = type(one) not in self.kinds and foreign(one)
+                if (reason := seen or replaced_forward(one) or other or None) is not None:
+                    return f"{path}: {reason}"
             self.streams |= foreign_hooks(layer.module)
             if (reason := layer.bind(stack)) is not None:
                 return reason

@@ -83,7 +83,12 @@ def match_encoder(site: Site, context: Context, root: nn.Module) -> Match | Skip
         ]
         calls = context.of(SmallCalls)
         held = {"root": root, "inputs": inputs, "stack": stack, "layers": fused, "order": order, "steps": steps}
-        held |= {"runner": None, "calls": calls, "stops": stops if inputs.in_one_row else set()}
+        held |= {
+            "kinds": frozenset(map(type, model.modules())),
+            "runner": None,
+            "calls": calls,
+            "stops": stops if inputs.in_one_row else set(),
+        }
         forward = EncoderForward(model, site.path, context.kernels, context.log, **held)
         forward.settings = forward.told()
         with resting(model), math_attention(), as_written():

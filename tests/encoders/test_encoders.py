@@ -146,7 +146,41 @@ def test_what_changes_is_followed():
     model.encoder.layer[1].register_forward_hook(lambda module, given, output: seen.append(output))
     with torch.no_grad():
         last = model(**ids_and_mask()).last_hidden_state
-    assert torch.equal(seen[0], last) and fallbacks(model) == ["encoder.layer.1 has forward hooks"]
+    assert torch.equal(seen[0], last) and fallbacks(model) == ["encoder.layer.1: forward hooks"]
+
+
+class Shifted(torch.nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x).roll(1, dims=1)
+
+
+def shifted(module, *_):
+    return _[-1].roll(1, dims=1)
+
+
+INSIDE = {  # of the middle of a layer, where rows are packed
+    "output": (lambda model: model.encoder.layer[1].output.dense.register_forward_hook(shifted), "forward hooks"),
+    "forward": (lambda model: setattr(
+        model.encoder.layer[0].attention.self.key, "forward",
+        lambda x, linear=model.encoder.layer[0].attention.self.key: shifted(linear, type(linear).forward(linear, x))),
+        "a replaced forward (function)"),
+    "class": (lambda model: setattr(
+        model.encoder.layer[1].intermediate, "dense", Shifted(model.encoder.layer[1].intermediate.dense)),
+        "Shifted.forward is not the library's own"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", INSIDE)
+def test_what_the_user_puts_into_a_layer_sees_its_rows(name):
+    (model, stock), (change, reason) = optimized("Bert"), INSIDE[name]
+    for one in (model, stock):
+        change(one)
+    assert_same(model, stock, **ids_and_mask())
+    assert [told.partition(": ")[2] for told in fallbacks(model)] == [reason]
 
 
 def test_restore_gives_the_stock_model_back():

@@ -212,7 +212,7 @@ def test_a_hook_on_the_tower_that_sees_leaves_the_other_fast():
     assert len(shown) == 2
     torch.testing.assert_close(*shown)
     same(written(ours, text), written(stock, text))
-    assert list(fallbacks(ours)) == ["model.vision_tower.encoder.layers.0 has forward hooks"]
+    assert list(fallbacks(ours)) == ["model.vision_tower.encoder.layers.0: forward hooks"]
 
 
 def test_the_tower_that_writes_is_found_wherever_it_is():
