@@ -12,7 +12,6 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from accel.errors import reason_of
-from accel.fusion.patch_embedding import is_patch_embedding
 from accel.libraries.code import comes_from
 from accel.libraries.models import is_seq2seq
 from accel.llm.recording.inputs import ROWS, example_ids, few
@@ -65,7 +64,7 @@ def inputs_of(module: nn.Module) -> Inputs | None:
     if (sound := next((one for one in SOUNDS if one in names), None)) is not None:
         return Inputs(sound, "", frozenset())
     sizes = next((one for one in (GRIDS, SIZES) if one in names), None)
-    patches = SHAPES in names or sizes == GRIDS or any(map(is_patch_embedding, module.modules()))
+    patches = SHAPES in names or sizes == GRIDS or patch_convolution(module) is not None
     main = next((one for one in (IMAGES.main, "hidden_states") if one in names), None)
     if main is None or not patches or getattr(module.config, "is_encoder_decoder", False):
         return None
@@ -74,6 +73,12 @@ def inputs_of(module: nn.Module) -> Inputs | None:
     if main != IMAGES.main:
         return None
     return IMAGES._replace(mask=SHOWN) if SHOWN in names else IMAGES
+
+
+def patch_convolution(model: nn.Module) -> Any:
+    """The first of a model over images or video whose windows lie side by side; None for none."""
+    found = (one for one in model.modules() if type(one) in (nn.Conv2d, nn.Conv3d) and one.kernel_size == one.stride)
+    return next((one for one in found if max(one.kernel_size) > 1), None)
 
 
 def encoders_in(root: nn.Module) -> dict[str, nn.Module]:
@@ -164,22 +169,25 @@ def _images(model: Any, inputs: Inputs) -> Iterator[dict[str, Any]]:
             shown = torch.ones(ROWS, 6, dtype=torch.int64, device=device)
             yield {IMAGES.main: random(ROWS, 6, patches.in_features), SHAPES: sizes, IMAGES.mask: shown}
         return
-    convolution: Any = next(filter(is_patch_embedding, model.modules()))
-    if convolution.weight.dim() != 4:
-        return
-    (height, width) = convolution.kernel_size
-    channels = next(one.in_channels for one in model.modules() if type(one) is nn.Conv2d)
+    convolution = patch_convolution(model)
+    height, width = convolution.kernel_size[-2:]
+    channels = next(one.in_channels for one in model.modules() if type(one) is type(convolution))
     more: dict[str, Any] = {INTERPOLATED: True} if INTERPOLATED in names else {}
     if SIZES in names:
         more[SIZES] = torch.tensor([[2 * height, 3 * width], [2 * height, width]], device=device)
     if SHOWN in names:
         more[SHOWN] = torch.ones(ROWS, 2, 3, dtype=torch.bool, device=device)
-    yield {IMAGES.main: random(ROWS, channels, 2 * height, 3 * width), **more}
-    size = getattr(model.config, "image_size", None)
+    if convolution.weight.dim() == 4:
+        yield {IMAGES.main: random(ROWS, channels, 2 * height, 3 * width), **more}
+    size, frames = (getattr(model.config, name, None) for name in ("image_size", "num_frames"))
     size = (size, size) if isinstance(size, int) else size
-    if isinstance(size, list | tuple) and len(size) == 2 and math.prod(size) <= MOST * height * width:
-        yield {IMAGES.main: random(ROWS, channels, *size)}
-    for side in SIDES:
+    if isinstance(size, list | tuple) and len(size) == 2:
+        few = math.prod(size) <= MOST * height * width
+        if few and convolution.weight.dim() == 4:
+            yield {IMAGES.main: random(ROWS, channels, *size)}
+        if isinstance(frames, int):
+            yield {IMAGES.main: random(ROWS if few else 1, frames, channels, *size)}
+    for side in SIDES if convolution.weight.dim() == 4 else ():
         yield {IMAGES.main: random(ROWS if side**2 <= MOST else 1, channels, side * height, side * width)}
 
 

@@ -60,6 +60,8 @@ MODELS = {
     "swinv2": (t.Swinv2ForImageClassification, t.Swinv2Config(**SWIN), 3,
                given("pixel_values", (2, 3, 24, 24), (1, 3, 20, 28))),
     "pvt": (t.PvtModel, t.PvtConfig(**PVT), 2, given("pixel_values", (2, 3, 16, 16))),
+    "timesformer": (t.TimesformerModel, t.TimesformerConfig(**IMAGE, num_frames=2), 4,
+                    given("pixel_values", (2, 2, 3, 24, 24))),
     "wavlm": (t.WavLMModel, t.WavLMConfig(**WAVES, num_buckets=8), 2, given("input_values", (2, 600), (1, 950))),
     "speecht5": (t.SpeechT5ForSpeechToText, t.SpeechT5Config(**SPEECH), 2, SPOKEN),
 }  # fmt: skip

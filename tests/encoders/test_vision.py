@@ -92,6 +92,20 @@ MODELS = {
         [images() | {"bool_masked_pos": torch.arange(48).view(3, 16) % 3 == 0}],
         "vit",
     ),
+    "videomae": (
+        lambda: t.VideoMAEForVideoClassification(t.VideoMAEConfig(**VIT, num_frames=4)),
+        [{"pixel_values": torch.randn(2, 4, 3, 16, 16, generator=torch.Generator().manual_seed(1))}],
+        "videomae",
+    ),
+    "vitpose": (
+        lambda: t.VitPoseForPoseEstimation(
+            t.VitPoseConfig(
+                backbone_config=t.VitPoseBackboneConfig(**VIT | PAIRS | {"patch_size": [8, 8]}, out_features=["stage2"])
+            )
+        ),
+        [images(), images(1)],
+        "backbone",
+    ),
     "deit": (lambda: t.DeiTForImageClassificationWithTeacher(t.DeiTConfig(**VIT)), [images()], "deit"),
     "dinov2": (lambda: t.Dinov2Model(t.Dinov2Config(**DINO2)), [images(), images(1, 16, 24)], ""),
     "dinov2-gated": (
