@@ -141,7 +141,7 @@ class Seq2SeqForward(FastForward):
             hidden = given[ENCODED].last_hidden_state
             with self.lock, self.order.inside(tokens.device):
                 self.trusted = False
-                told = [self._told(one, at, hidden.shape[1]) for at, one in enumerate(steps)]
+                told = [step_behind(self.module, one, at, hidden.shape[1], self.masks) for at, one in enumerate(steps)]
                 if any(one.key != told[0].key for one in told) or not self._ready(told[0].rooms[OWN]):
                     return None
                 for own, attention in zip(layers, self.layers[0].attentions, strict=True):
@@ -158,9 +158,6 @@ class Seq2SeqForward(FastForward):
             return None
         note_filled(cache)
         return made
-
-    def _told(self, given: dict[str, Any], start: int, length: int) -> TextStep:
-        return step_behind(self.module, given, start, length, self.masks)
 
     def _begun(self, holding: Holding, hidden: torch.Tensor, told: list[TextStep]) -> dict[str, Any]:
         for layer, kept in zip(self.layers, holding.kept[CROSS], strict=True):
@@ -223,7 +220,7 @@ class Seq2SeqForward(FastForward):
             raise Unfit("tokens on another device than the cache")
         if given[TOKENS].shape[0] != keys.shape[0]:
             raise Unfit("a cache of another number of rows")
-        step = self._told(given, layers[OWN][0].get_seq_length(), length)
+        step = step_behind(self.module, given, layers[OWN][0].get_seq_length(), length, self.masks)
         holding = self._held(layers, step, self._beams_of(given[ENCODED].last_hidden_state))
         if (holding.beams > 1 or not self.whole) and not self._ready(step.rooms[OWN]):
             raise Unfit("its layers run their own code, which does not know the memory of steps")
@@ -342,6 +339,9 @@ class Seq2SeqForward(FastForward):
 
     def _bind(self) -> str | None:
         try:
+            path, _, _ = self.layers[0].path.rpartition(".")
+            if [*self.module.get_submodule(path)] != [one.module for one in self.layers]:
+                return "they are other ones now"
             self.biases = {one.path: one.bind(self.module) for layer in self.layers for one in layer.biases}
         except (NotUnderstood, AttributeError) as error:  # or it is gone
             return str(error)
