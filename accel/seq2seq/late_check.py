@@ -9,6 +9,7 @@ import torch
 import torch.nn.modules.module as torch_module
 from transformers import LogitsProcessorList, NoRepeatNGramLogitsProcessor, StoppingCriteriaList
 
+from accel.libraries.cache import filled_layers
 from accel.libraries.code import comes_from
 from accel.libraries.generation import AS_IMPORTED, BEAMS, PREPARE, STEPS, WhisperNoSpeechDetection, loop_that_asks
 from accel.llm.generation.loop.choice import PURE, RandomState
@@ -60,7 +61,9 @@ class LateStopCheck:
 
     @staticmethod
     def is_supported(device: torch.device, cache: Any, returned: bool, *_: Any, **__: Any) -> bool:
-        return cache is None or cache.is_croppable or not returned
+        # Of a window, stock's crop knows what it has dropped only where it was told to keep that.
+        cut = filled_layers(cache) is not None and not any(cache.is_sliding)
+        return cache is None or cut or not returned
 
     def __call__(self, unfinished: torch.Tensor, tokens: torch.Tensor, length: int) -> bool:
         before, self.told = self.told, self.tell(unfinished.max() == 0, length)

@@ -79,7 +79,7 @@ def source(family: str, length: int = 9, rows: int = 2, masked: bool = True, see
 
 def options(tokens: int = 10, **more: object) -> dict[str, object]:
     """For so many tokens, which do not repeat themselves."""
-    return {"max_new_tokens": tokens, "min_new_tokens": tokens, "no_repeat_ngram_size": 2, **more}
+    return {"max_new_tokens": tokens, "min_new_tokens": tokens, "no_repeat_ngram_size": 2} | more
 
 
 FAMILIES = sorted(MAKES)
