@@ -152,7 +152,7 @@ def with_fallback(hook: GenerateHook, *args: Any, **kwargs: Any) -> Any:
     """Asks for no attentions if those that align are enough."""
     config, notes = _named(hook, args, kwargs)["generation_config"], hook.notes
     heads, words = getattr(config, "alignment_heads", None), getattr(config, "return_token_timestamps", False)
-    if not (notes.plain and words and heads):
+    if not (notes.plain and words and heads) or config.use_cache is False:  # then steps attend for all tokens again
         return hook.stock(*args, **kwargs)
     before = config.output_attentions
     notes.heads, config.output_attentions = heads, False
