@@ -21,7 +21,7 @@ from accel.options import Options
 from accel.parallel.sharded_layers import known
 from accel.patching.fallback_log import FallbackLog
 from accel.patching.fast_forward import Kernels
-from accel.patching.owner import OWNER, Mark
+from accel.patching.owner import OWNER, Mark, Owned
 from accel.patching.probe import Probe
 from accel.patching.structure import own_forward, stock_method
 
@@ -111,7 +111,7 @@ class Patch:
     def check(self) -> None:
         """Raises PatchConflict unless the attribute is still what `apply` put there, or the class's own method."""
         current = vars(self.owner).get(self.name, MISSING)
-        if current is not self.value and not stock_method(self.owner, current, self.name):
+        if not self._ours(current) and not stock_method(self.owner, current, self.name):
             raise PatchConflict(
                 f"{type(self.owner).__name__}.{self.name} was replaced after accel.optimize by {current!r}; "
                 "undo that change first, then call accel.restore"
@@ -123,6 +123,13 @@ class Patch:
         else:
             vars(self.owner)[self.name] = self.before
         self._unmark()
+
+    def _ours(self, value: object) -> bool:
+        """Whether `apply` put it there, of this plan or an earlier one: around a model for learned prompts, peft keeps
+        a method that it found, and puts it back after generate().
+        """
+        earlier = isinstance(value, Owned) and type(value) is type(self.value) and value.owner is self.owner
+        return value is self.value or earlier
 
     def _mark(self) -> None:
         self.marks = OWNER not in vars(self.owner)
@@ -157,14 +164,14 @@ class ForwardPatch(Patch):
         holder[self.name] = self.value
 
     def check(self) -> None:
-        if not self._places(lambda value: value is self.value):
+        if not self._places(self._ours):
             if getattr(self.value, "around", None) is not None and self._stock():
                 return  # accelerate's hook was taken off, and this with it
             self.name = "forward"
             super().check()
 
     def undo(self) -> None:
-        for holder, name in self._places(lambda value: value is self.value):
+        for holder, name in self._places(self._ours):
             if name == self.name and self.before is not MISSING:
                 holder[name] = self.before
             elif name == "forward" and holder is vars(self.owner):  # nothing was there, or our hook is gone

@@ -259,6 +259,17 @@ def test_every_kind_of_adapter(name, layers_ran):
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_what_peft_found_in_an_earlier_plan_and_puts_back_is_taken_off():
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", **VIRTUAL)
+    ours, stock = (make("llama", num_hidden_layers=1) for _ in range(2))
+    ours, stock = (peft.get_peft_model(one, config).eval() for one in (accel.optimize(ours), stock))
+    ours.load_state_dict(stock.state_dict())
+    equal(accel.optimize(ours), stock)
+    accel.restore(ours)
+    assert "prepare_inputs_for_generation" not in vars(ours.base_model)
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_adapters_are_switched_merged_and_taken_off(layers_ran):
     pair = [adapted("lora"), adapted("lora")]
     for model in pair:
