@@ -20,7 +20,7 @@ from transformers import PreTrainedConfig
 
 from accel.cuda_graphs.fingerprint import VERSION
 from accel.in_flight import Here
-from accel.libraries.adapters import BASE
+from accel.libraries.adapters import ANOTHER, BASE
 from accel.libraries.attention import ATTENTION, PAGED
 from accel.libraries.experts import CHOSEN, EXPERTS
 from accel.llm.recording.implementation import foreign_experts, lent_configs, undecorated
@@ -142,8 +142,8 @@ def configurations(model: nn.Module) -> list[PreTrainedConfig]:
 
 
 def _bases(model: nn.Module) -> dict[str, nn.Module]:
-    """All modules by path; one that adapters are around has the path of these, as without them."""
-    return {path.replace(f".{BASE}", ""): module for path, module in model.named_modules()}
+    """All modules by path; one that adapters are around, or have copies of, has their path, as without them."""
+    return {re.sub(rf"\.({BASE}|{ANOTHER})\b", "", path): module for path, module in model.named_modules()}
 
 
 def _configured(module: nn.Module) -> bool:
