@@ -49,23 +49,27 @@ def experts_in(module: nn.Module) -> tuple[int, tuple[int, ...]]:
     return (stacks[0].shape[0], tuple(one.nbytes // len(one) for one in stacks)) if alike else (0, ())
 
 
-def _blocks(module: nn.Module, path: str, read: set[int], most: float) -> Iterator[tuple[str, nn.Module]]:
-    items = _is_list_of_blocks(module)
+def _blocks(
+    module: nn.Module, path: str, read: set[int], most: float, inside: bool = False
+) -> Iterator[tuple[str, nn.Module]]:
+    """inside: of a block, whose parts of several classes stay together."""
+    items = _is_list_of_blocks(module, alike=inside)
     for name, child in module.named_children():
         if id(child) in read:
             continue
         place = f"{path}.{name}" if path else name
-        inner = [] if items and nbytes(child) <= most else list(_blocks(child, place, read, most))
+        inner = [] if items and nbytes(child) <= most else list(_blocks(child, place, read, most, inside or items))
         if inner or not items:
             yield from inner
         else:
             yield place, child
 
 
-def _is_list_of_blocks(module: nn.Module) -> bool:
-    """Whether it holds modules of one class that consist of others."""
-    children = list(module.children()) if isinstance(module, nn.ModuleList) else []
-    return len(set(map(type, children))) == 1 and all(next(one.children(), None) is not None for one in children)
+def _is_list_of_blocks(module: nn.Module, alike: bool) -> bool:
+    """Whether it holds modules that consist of others and are called: those that only hold some have no forward."""
+    held = list(module.children()) if isinstance(module, nn.ModuleList) else []
+    called = (type(one).forward is not nn.Module.forward and next(one.children(), None) is not None for one in held)
+    return 0 < len(set(map(type, held))) <= (1 if alike else len(held)) and all(called)
 
 
 def streamable(model: nn.Module, blocks: dict[str, nn.Module]) -> list[list[torch.Tensor]]:

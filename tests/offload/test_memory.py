@@ -22,14 +22,14 @@ from accel.errors import Refused
 from accel.fusion.stacked_linears import stacked_rows
 from accel.llm.generation.loop import handover
 from accel.offload import budget, hot_experts
-from accel.offload.blocks import nbytes, sizes_of
+from accel.offload.blocks import nbytes, sizes_of, streaming_blocks
 from accel.offload.budget import WeightSizes, predicted_seconds, streamed_blocks
 from accel.offload.call_hooks import streamed_model as streamed
 from accel.offload.ring import Ring, repeated
 from accel.options import bytes_of
 from support.llm.calls import counting_loops
 from support.llm.families import make, padded
-from support.objects.streaming import bert, flux, llama, same, stored, t5, within
+from support.objects.streaming import bert, flux, levels, llama, same, stored, t5, within
 
 pytestmark = pytest.mark.usefixtures("streaming")
 
@@ -50,7 +50,7 @@ def test_quantized_blocks_stream(weights):
     assert streamed(model).streamed and not accel.report(model).fallbacks
 
 
-@pytest.mark.parametrize("make", [flux, llama, t5, bert])
+@pytest.mark.parametrize("make", [flux, llama, t5, bert, levels])
 @pytest.mark.parametrize("share", [0.5, 1.0])
 @torch.no_grad()
 def test_blocks_stream_and_results_are_the_same(make, share):
@@ -302,6 +302,13 @@ def test_sizes():
         accel.optimize(model, memory=sizes_of(model).least() - 1)
     same(model, before)
     assert not any(one._forward_pre_hooks or "forward" in vars(one) for one in model.modules())
+
+
+def test_blocks_are_what_is_called():
+    """Of several classes too; what only holds them is none."""
+    called = [torch.nn.Sequential(torch.nn.Linear(2, 2)), torch.nn.MultiheadAttention(2, 1)]
+    model = torch.nn.ModuleDict({"levels": torch.nn.ModuleList([torch.nn.ModuleList(called)])})
+    assert list(streaming_blocks(model)) == ["levels.0.0", "levels.0.1"]
 
 
 def test_as_few_blocks_stream_as_must_and_evenly():

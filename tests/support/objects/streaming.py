@@ -4,7 +4,7 @@ import gc
 import weakref
 
 import torch
-from diffusers import FluxTransformer2DModel
+from diffusers import AutoencoderKLLTX2Audio, FluxTransformer2DModel
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
 from accel.offload import budget, hooks, placed_model, streamed_model
@@ -98,6 +98,13 @@ def bert():
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_hidden_layers": 6}
     model, ids = BertModel(BertConfig(vocab_size=64, **sizes)).eval(), torch.randint(1, 64, (3, 9))
     return model, lambda model: model(ids, attention_mask=beginnings(ids)).last_hidden_state
+
+
+def levels():
+    """An autoencoder whose blocks lie in modules that only hold them, and a call of it."""
+    sizes = {"base_channels": 32, "ch_mult": (1, 1, 2), "num_res_blocks": 1, "resolution": 16, "latent_channels": 2}
+    model, sound = AutoencoderKLLTX2Audio(**sizes, norm_type="group", causality_axis="none"), torch.randn(1, 2, 16, 16)
+    return model.eval(), lambda model: model(sound).sample
 
 
 def beginnings(ids):
