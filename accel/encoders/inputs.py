@@ -77,7 +77,9 @@ def inputs_of(module: nn.Module) -> Inputs | None:
 
 def patch_convolution(model: nn.Module) -> Any:
     """The first of a model over images or video whose windows lie side by side; None for none."""
-    found = (one for one in model.modules() if type(one) in (nn.Conv2d, nn.Conv3d) and one.kernel_size == one.stride)
+    found: Iterator[Any] = (
+        one for one in model.modules() if type(one) in (nn.Conv2d, nn.Conv3d) and one.kernel_size == one.stride
+    )
     return next((one for one in found if max(one.kernel_size) > 1), None)
 
 

@@ -303,12 +303,14 @@ def ignores_padding(root: nn.Module, model: Any, inputs: Inputs, example: dict[s
                 output[name] = torch.where(hidden[..., None], noise, one)
         return output
 
-    try:
-        with resting(root), math_attention(), as_written():
-            plain = tensors_of(type(root).forward(root, **given))
-            with listening([(model, other)]):
-                changed = [tensors_of(type(root).forward(root, **given)) for _ in range(2)]
-    except Exception as error:  # a head that takes other inputs
-        reason_of(error)
-        return False
-    return bool(plain) and all(torch.equal(one, now[name]) for now in changed for name, one in plain.items())
+    for call in (given, {name: one[:, None] for name, one in given.items()}):  # the latter for one of several choices
+        try:
+            with resting(root), math_attention(), as_written():
+                plain = tensors_of(type(root).forward(root, **call))
+                with listening([(model, other)]):
+                    changed = [tensors_of(type(root).forward(root, **call)) for _ in range(2)]
+        except Exception as error:  # a head that takes other inputs
+            reason_of(error)
+        else:
+            return bool(plain) and all(torch.equal(one, now[name]) for now in changed for name, one in plain.items())
+    return False

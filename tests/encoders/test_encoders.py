@@ -55,6 +55,7 @@ def test_padding_is_left_out_where_a_head_does_not_see_it(family, monkeypatch):
 
     monkeypatch.setattr(EncoderForward, "packing", counted)
     model, stock = optimized(family, "ForSequenceClassification")
+    assert encoder_of(optimized(family, "ForMultipleChoice")[0]).blind
     rows.clear()
     call = ids_and_mask()
     assert_same(model, stock, **call)
