@@ -48,6 +48,7 @@ TOKENS, POSITIONS, MASK = "decoder_input_ids", "decoder_position_ids", "decoder_
 ENCODED, ENCODER_MASK = "encoder_outputs", "attention_mask"
 MASK_BESIDE = "attention_mask"  # a field of what some encoders give
 MASK_OF_FRAMES = "_get_feature_vector_attention_mask"  # a method: the mask of an encoder's tokens, by one of frames
+LENGTHS_OF_FRAMES = "_compute_sub_sample_lengths_from_attention_mask"  # a method: how many of such tokens each row has
 KEPT = ("hidden_states", "attentions")  # of what the encoder gave: fields that an output hands on under other names
 
 

@@ -42,7 +42,7 @@ from accel.seq2seq.course import Course, StreamOrder
 from accel.seq2seq.fixed_memory import CROSS, OWN, FixedMemory, HeldLayer, HeldWindow, Holding, Length
 from accel.seq2seq.layers import DecoderLayerForward
 from accel.seq2seq.memory_attention import MemoryStep, hiding, up_to
-from accel.seq2seq.step_inputs import Masks, TextStep, step_behind
+from accel.seq2seq.step_inputs import MaskByLengths, Masks, TextStep, step_behind
 
 KNOWN = {TOKENS, ENCODED, ENCODER_MASK, MASK, POSITIONS, "use_cache", "return_dict"}
 MADE = ("logits", "decoder_hidden_states")  # of an output; T5Gemma tells the last hidden states unasked
@@ -133,9 +133,8 @@ class Seq2SeqForward(FastForward):
             return None
         if given.get("logits_to_keep") or (positions is not None and positions.shape != tokens.shape):
             return None
-        steps = [given | {TOKENS: tokens[:, at : at + 1]} for at in range(tokens.shape[1])]
-        if positions is not None:
-            steps = [one | {POSITIONS: positions[:, at : at + 1]} for at, one in enumerate(steps)]
+        cut = {TOKENS: tokens, **({} if positions is None else {POSITIONS: positions})}
+        steps = [given | {name: one[:, at : at + 1] for name, one in cut.items()} for at in range(tokens.shape[1])]
         try:
             self._check(steps[0])
             hidden = given[ENCODED].last_hidden_state
@@ -308,8 +307,9 @@ class Seq2SeqForward(FastForward):
         if not fused:
             own = hiding(up_to(start, room, padding), dtype).expand(rows, -1, -1, -1)
             hidden = hidden if mask is None else hiding(mask.bool(), dtype)
-        given: dict[str, Any] = {} if mask is None or self.masks.beside else {ENCODER_MASK: hidden}
-        beside = None if mask is None or given else hidden
+        inside = fused and type(self.masks.frames) is MaskByLengths  # the model makes its own, of frames
+        given: dict[str, Any] = {} if mask is None or self.masks.beside or inside else {ENCODER_MASK: hidden}
+        beside = hidden if mask is not None and self.masks.beside else None
         given |= {
             TOKENS: tokens,
             ENCODED: encoded(nothing[:, 0].expand(-1, cross, self.width), beside),

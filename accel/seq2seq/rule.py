@@ -19,6 +19,7 @@ from accel.fusion.stacked_linears import Stacked
 from accel.libraries.cache import (
     ENCODED,
     ENCODER_MASK,
+    LENGTHS_OF_FRAMES,
     MASK,
     MASK_OF_FRAMES,
     TOKENS,
@@ -40,7 +41,7 @@ from accel.seq2seq.decoder import Seq2SeqForward
 from accel.seq2seq.fixed_memory import CROSS
 from accel.seq2seq.generate import generate_patches
 from accel.seq2seq.layers import DecoderLayerForward, understand_decoder
-from accel.seq2seq.step_inputs import MaskOfTokens
+from accel.seq2seq.step_inputs import MaskByLengths, MaskOfTokens
 from accel.tolerances import LOGITS, bound
 
 T = TypeVar("T")
@@ -185,7 +186,10 @@ class StepTrial:
         makers = [one for one in forward.module.modules() if hasattr(type(one), MASK_OF_FRAMES)]
         # So few frames may be less than a token, of which such a maker hides none.
         encoder = bool(makers) or not (_same(plain, hiding) and self.ignores_masks(plain))
-        frames = MaskOfTokens(makers[0]) if makers and encoder else None
+        frames: Any = MaskOfTokens(makers[0]) if makers and encoder else None
+        counts = getattr(forward.module, LENGTHS_OF_FRAMES, None)
+        if counts is not None and forward.module.main_input_name == "input_features":  # models of texts have it too
+            frames = MaskByLengths(counts)
         self.texts, forward.masks = [plain, hiding], forward.masks._replace(encoder=encoder, frames=frames)
         if not encoder:
             beside = self.stock({ENCODED: encoded(self.hidden, mask)}, STEPS)

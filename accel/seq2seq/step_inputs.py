@@ -1,5 +1,6 @@
 """What a step of the decoder is given, in the forms that a graph of it holds for."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +33,16 @@ class MaskOfTokens(InstanceMethod):
         return mask if mask.dim() == 4 else self.stock(length, mask, *args, **kwargs)
 
 
+class MaskByLengths(NamedTuple):
+    """Makes a mask of tokens of one of frames, as models do by themselves. counts: how many tokens each row has."""
+
+    counts: Callable[[torch.Tensor], torch.Tensor]
+
+    def stock(self, length: int, mask: torch.Tensor) -> torch.Tensor:
+        """(rows, length) bool. mask: (rows, frames)."""
+        return torch.arange(length, device=mask.device) < self.counts(mask).to(mask.device)[:, None]
+
+
 class Masks(NamedTuple):
     """Which masks a model reads. encoder: of the encoder's tokens, else all count; beside: that is what the encoder
     gave; frames: what makes it of a mask of frames. own: of the decoder's tokens.
@@ -40,7 +51,7 @@ class Masks(NamedTuple):
     encoder: bool = False
     beside: bool = False
     own: bool = False
-    frames: MaskOfTokens | None = None
+    frames: MaskOfTokens | MaskByLengths | None = None
 
 
 class Given(NamedTuple):

@@ -21,6 +21,7 @@ from support.objects.seq2seq import (
     moonshine,
     optimized,
     options,
+    seamless,
     source,
     speech_to_text,
 )
@@ -49,9 +50,10 @@ def test_moonshine_whose_encoder_gives_a_mask_too(padded, steps, attended, monke
     assert ran[STEPS:] == [4] * STEPS and not fallbacks(model)
 
 
-def test_speech2text_whose_mask_is_of_frames(steps, attended, monkeypatch):
-    monkeypatch.setitem(MAKES, "Speech2Text", speech_to_text)
-    model, stock = optimized("Speech2Text")
+@pytest.mark.parametrize("make", [speech_to_text, seamless])
+def test_speech_whose_mask_is_of_frames(make, steps, attended, monkeypatch):
+    monkeypatch.setitem(MAKES, "speech", make)
+    model, stock = optimized("speech")
     ran = steps()
     attended.clear()
     call = {"input_features": torch.randn(2, 40, 8, generator=torch.Generator().manual_seed(0))}

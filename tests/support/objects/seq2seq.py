@@ -61,6 +61,14 @@ def speech_to_text() -> torch.nn.Module:
     return t.Speech2TextForConditionalGeneration(t.Speech2TextConfig(**sizes))
 
 
+def seamless() -> torch.nn.Module:
+    sizes = {name: size for name, size in TEXT.items() if name != "d_model"} | {"hidden_size": WIDTH}
+    ears = {"layers": 1, "attention_heads": 4, "intermediate_size": 48}
+    sizes |= {f"speech_encoder_{name}": size for name, size in ears.items()} | {"feature_projection_input_dim": 8}
+    sizes |= {"adaptor_kernel_size": 3, "adaptor_stride": 2}
+    return t.SeamlessM4TForSpeechToText(t.SeamlessM4TConfig(**sizes))
+
+
 def made(family: str) -> tuple[torch.nn.Module, torch.nn.Module]:
     """A model with random weights, and a deep copy of it that stays stock."""
     return random_pair(MAKES[family], 0.3)
