@@ -4,6 +4,7 @@ The decoder's own grow by a token a step; those of what the encoder gave are wri
 Tokens of a row lie one behind another, with all heads of each, as blocks of a store do.
 """
 
+import copy
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -42,14 +43,10 @@ class FixedMemory:
         """Which graphs hold for."""
         return tuple(self.flat[part].data_ptr() for part in sorted(self.flat))
 
-    def fits(self, part: int, size: int, like: torch.Tensor) -> bool:
-        held = self.flat.get(part)
-        return held is not None and held.numel() >= size and (held.dtype, held.device) == (like.dtype, like.device)
-
     def room(self, part: int, shape: Shape, like: torch.Tensor) -> torch.Tensor:
         """At the same place as before where it is large enough; what was there is lost."""
-        size = _blocks(shape).numel()
-        if not self.fits(part, size, like):
+        size, held = _blocks(shape).numel(), self.flat.get(part)
+        if held is None or held.numel() < size or (held.dtype, held.device) != (like.dtype, like.device):
             self.flat.pop(part, None)
             self.stores = {key: one for key, one in self.stores.items() if key[0] != part}
             with torch.inference_mode(False):  # else only calls in that mode could write to it
@@ -327,11 +324,7 @@ class HeldLayer(DynamicLayer):
             self.holding.reorder(self.part, self.index, beam_idx)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _as_it_is, (self.own(),)
-
-
-def _as_it_is(layer: DynamicLayer) -> DynamicLayer:
-    return layer
+        return copy.copy, (self.own(),)
 
 
 class HeldWindow(HeldLayer, DynamicSlidingWindowLayer):

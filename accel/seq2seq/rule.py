@@ -3,7 +3,6 @@
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -66,7 +65,7 @@ def match_seq2seq(site: Site, context: Context) -> Match | Skip | None:
     trial, covers, layers = None, tuple[str, ...](), ""
     try:
         if reason is None:
-            trial = _try(forward, partial(StepTrial.of, forward))
+            trial = _try(forward, lambda: StepTrial(forward).run())
     except NotUnderstood as error:
         reason = str(error)
     if trial is not None:
@@ -170,14 +169,7 @@ class StepTrial:
         shape = (ROWS, BEGUN + STEPS)
         self.ids = torch.randint(words.shape[0], shape, generator=generator, device="cpu").to(device)
 
-    @classmethod
-    def of(cls, forward: Seq2SeqForward) -> "StepTrial":
-        """One that has been run."""
-        trial = cls(forward)
-        trial.run()
-        return trial
-
-    def run(self) -> None:
+    def run(self) -> "StepTrial":
         forward = self.forward
         mask = self.ids.new_ones(ROWS, FRAMES)
         mask[1, FRAMES // 2 :] = 0
@@ -205,21 +197,20 @@ class StepTrial:
                 forward.whole = False
             else:
                 self.pads()
+        return self
 
     def again(self) -> None:
         """Compares the same texts, by layers that are fused."""
-        with patched(self.forward):
-            self._again()
-
-    def _again(self) -> None:
-        if not self.forward.whole:
-            self.pads()
-        for text in self.texts:
-            self.compare(text)
-            if self.forward.reason is not None:
-                raise NotUnderstood(self.forward.reason)
-        self.forward.begins = all(layer.attentions[CROSS].sources for layer in self.forward.layers)
-        self.forward.begins = self.forward.begins and all(map(self.begins, self.texts))
+        forward = self.forward
+        with patched(forward):
+            if not forward.whole:
+                self.pads()
+            for text in self.texts:
+                self.compare(text)
+                if forward.reason is not None:
+                    raise NotUnderstood(forward.reason)
+            forward.begins = all(layer.attentions[CROSS].sources for layer in forward.layers)
+            forward.begins = forward.begins and all(map(self.begins, self.texts))
 
     def begins(self, text: Text) -> bool:
         """Whether the first tokens may be steps too."""
