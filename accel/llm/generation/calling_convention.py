@@ -157,6 +157,7 @@ class CallingConvention:
     ) -> torch.Tensor:
         """(1 or rows, new), or that of several parts, (parts, 1 or rows, new). Raises Unfit."""
         if positions is not None:
+            positions = self.of_one_part(positions)
             shape = positions.shape if type(positions) is torch.Tensor else ()
             several = [(), *((parts,) for parts in self.position_parts)]
             if shape[-2:] not in ((rows, new), (1, new)) or shape[:-2] not in several:
@@ -175,6 +176,13 @@ class CallingConvention:
         mask = mask.long()
         return (mask.cumsum(1) * mask - 1)[:, start:]
 
+    def of_one_part(self, positions: Any) -> Any:
+        """Positions in parts of which layers understand one, where all are alike: that one. Waits for the device."""
+        if type(positions) is not torch.Tensor or positions.dim() != 3 or not self.kept_tensors:
+            return positions
+        known = len(positions) in self.position_parts
+        return positions if known or bool((positions != positions[:1]).any()) else positions[0]
+
     def count_positions(self, model: Any, ids: list[int], given: dict[str, Any]) -> tuple[torch.Tensor, int]:
         """Positions of a prompt as generate() counts them, (1, tokens) or of several parts, on the CPU; then how far
         those of tokens behind it are from their places. Raises Unfit where they go on in several ways.
@@ -184,10 +192,11 @@ class CallingConvention:
         kept = [(model.get_submodule(one.path), one.name) for one in self.kept_tensors]
         before = [getattr(module, name) for module, name in kept]
         try:
-            found = getattr(model, POSITIONS)(tokens, known | {"attention_mask": torch.ones_like(tokens)})
+            counted = getattr(model, POSITIONS)(tokens, known | {"attention_mask": torch.ones_like(tokens)})
         finally:
             for (module, name), value in zip(kept, before, strict=True):
                 setattr(module, name, value)
+        found = self.of_one_part(counted)
         if found.dim() == 3 and len(found) not in self.position_parts:
             raise Unfit("positions of another form than those of a text")
         ends = set(found[..., -1].flatten().tolist()) - (

@@ -10,6 +10,7 @@ from torch import nn
 import accel
 from accel.encoders.stack import EncoderLayerForward
 from accel.llm.generation import arguments, trial
+from accel.llm.generation.decoder import DecoderForward
 from accel.llm.generation.layer_forward import LayerForward
 from accel.llm.generation.layer_inputs import NOT_CAUSAL
 from accel.llm.kv_cache.cache import OURS
@@ -185,6 +186,14 @@ def test_marks_that_say_something_are_not_passed_over(steps):
         mine, theirs = (m(input_ids=ids, token_type_ids=marks, use_cache=True).logits for m in (ours, stock))
         same({"logits": mine}, {"logits": theirs})
     assert float((mine - plain).abs().max()) > 1e-2 and len(steps) == 4 and not fallbacks(ours)
+
+
+def test_parts_of_positions_that_are_alike_are_one(monkeypatch):
+    """Of a text, where a picture's would turn halves of a head otherwise."""
+    ours, stock, text, _ = pair("hunyuan-vl")
+    ran = noted(monkeypatch, DecoderForward, "run", lambda self, *args: self.path)
+    same(written(ours, text), written(stock, text))
+    assert len(ran) == NEW
 
 
 def test_what_generate_leaves_in_the_model_changes_nothing():
