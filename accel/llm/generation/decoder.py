@@ -28,7 +28,7 @@ from accel.llm.generation.calling_convention import (
     wanted_of,
 )
 from accel.llm.generation.layer_forward import LayerForward
-from accel.llm.generation.layer_inputs import NOT_CAUSAL, OTHER_TURNS, CheckedStep, under_way
+from accel.llm.generation.layer_inputs import OF_ONE_CALL, CheckedStep, under_way
 from accel.llm.generation.model_guard import ModelGuard
 from accel.llm.generation.prefill import Prompts, by_graph
 from accel.llm.kv_cache.cache import adopt, tokens_in
@@ -199,14 +199,14 @@ class DecoderForward(FastForward):
             if checked and step.reason is None and step.ran != self.layers:
                 raise Unfit("its layers do not run one after another")
         except Unfit as unfit:
-            if stretch is None or stretch.learns:
+            if str(unfit) not in OF_ONE_CALL and (stretch is None or stretch.learns):
                 self.declined[names] = str(unfit)
             raise
         self.masked |= {names} if step.masks else set()
         if step.reason is None:
             store.advance(new)
             return output
-        if step.reason not in (NOT_CAUSAL, OTHER_TURNS):  # which another call of the kind may not be
+        if step.reason not in OF_ONE_CALL:
             self.declined[names] = step.reason
         self.log.fell_back(self.path, step.reason)
         return output

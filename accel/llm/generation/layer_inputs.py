@@ -31,7 +31,9 @@ from accel.llm.runtime.layer_spec import LayerSpec
 HIDDEN_STATES = "hidden_states"  # as decoder layers of transformers name it
 NOT_CAUSAL = "its attention mask is not causal"
 OTHER_TURNS = "its heads are turned by other angles than those of a text"
-PLACES = ("position_ids", "cache_position")  # of tokens: handed on also where nobody reads them
+OTHER_TOKENS = "its layers are given other tokens than the model"
+OF_ONE_CALL = (NOT_CAUSAL, OTHER_TURNS, OTHER_TOKENS)  # which another one with the same arguments may not be
+PLACES = ("position_ids", "cache_position", "logits_to_keep")  # of tokens: handed on also where nobody reads them
 
 
 class CheckedStep(Step):
@@ -100,7 +102,7 @@ class CheckedStep(Step):
         x = args[0] if args else kwargs[HIDDEN_STATES]
         rows, new, dtype = self.given
         if x.shape[:2] != (rows, new) or x.dtype not in (dtype, spec.widths.total):
-            return "its layers are given other tokens than the model"
+            return OTHER_TOKENS
         if not any(value is self.cache for value in kwargs.values()):
             return "its layers are given another cache than the model"
         known = dict(spec.given)

@@ -9,6 +9,7 @@ from transformers import DynamicCache, LlamaForCausalLM
 
 import accel
 from accel.errors import Unfit
+from accel.llm.attention.rotary import HALF, Rotary
 from accel.llm.generation.decoder import DecoderForward
 from accel.llm.generation.layer_inputs import NOT_CAUSAL, CheckedStep
 from accel.llm.parts.residual import Widths
@@ -76,8 +77,8 @@ CACHE = DynamicCache()
 
 
 def step(mask: torch.Tensor | None = None, bare: bool = True) -> CheckedStep:
-    convention, tokens = SimpleNamespace(unmasked_alike=bare), torch.zeros(2, NEW, dtype=torch.long)
-    forward = SimpleNamespace(convention=convention, masked=set(), embeddings=lambda: torch.zeros(1))
+    convention, tokens = SimpleNamespace(unmasked_alike=bare, position_parts=()), torch.zeros(2, NEW, dtype=torch.long)
+    forward = SimpleNamespace(convention=convention, masked=set(), embeddings=lambda: torch.zeros(1), module=None)
     return CheckedStep(forward, {}, CACHE, tokens, START, mask, True, frozenset())
 
 
@@ -123,6 +124,7 @@ INPUTS = {
     "another cache besides": ({}, {"any_name": DynamicCache()}, False),
     "nothing": ({}, {"visual": None, "more": False, "others": ()}, True),
     "something": ({}, {"visual": TABLE}, False),
+    "which logits": ({}, {"logits_to_keep": 1}, True),
     "a number": ({"use_cache": bool}, {"use_cache": True}, True),
     "a name": ({}, {"kind": "sliding"}, False),
 }
@@ -135,6 +137,15 @@ def test_other_inputs_are_of_the_form_that_they_have_in_a_text(name):
     checked = step()
     assert checked.runs_stock(layer(known), (), {"hidden_states": X, "cache": CACHE} | given) is not as_known
     assert as_known or next(iter(given)) in checked.reason
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_heads_turn_by_one_angle_a_pair(apart):
+    one, angles = layer(TABLES), torch.randn(2, NEW, 3, generator=torch.Generator().manual_seed(0))
+    one.spec.attention.rotary = Rotary("position_embeddings", True, HALF, interleaved=False)
+    table = torch.cat((angles, angles.flip(0) if apart else angles), dim=-1)
+    given = {"cache": CACHE, "position_embeddings": (table.cos(), table.sin())}
+    assert step().runs_stock(one, (X,), given) is apart
 
 
 @pytest.mark.parametrize("args", [(X[:, :2],), (X.double(),)], ids=["fewer", "another dtype"])
