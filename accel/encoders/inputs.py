@@ -23,6 +23,7 @@ INTERPOLATED = "interpolate_pos_encoding"
 SHAPES = "spatial_shapes"
 SHOWN = "patch_attention_mask"  # (batch, height, width), of patches
 GRIDS, SIZES = "grid_thw", "image_sizes"  # of images whose patches all lie in one row: in patches, in pixels
+MERGES = "merge_sizes"  # beside grids: by how many patches each is made smaller behind the layers, which orders them
 WIDE = 33  # patches, more than windows have in a row
 SOUNDS = ("input_features", "input_values")
 FRAMES = 12  # tokens of a sound of an example
@@ -69,7 +70,7 @@ def inputs_of(module: nn.Module) -> Inputs | None:
     if main is None or not patches or getattr(module.config, "is_encoder_decoder", False):
         return None
     if sizes is not None:
-        return Inputs(main, "", frozenset((sizes,)))
+        return Inputs(main, "", frozenset((sizes, MERGES)))
     if main != IMAGES.main:
         return None
     return IMAGES._replace(mask=SHOWN) if SHOWN in names else IMAGES
@@ -160,8 +161,9 @@ def _images(model: Any, inputs: Inputs) -> Iterator[dict[str, Any]]:
     if GRIDS in names:  # the first as wide as several windows, then frames of a video where it takes such
         patch: Any = next(one for one in model.modules() if type(one) in (nn.Linear, nn.Conv2d, nn.Conv3d))
         shape, grids = patch.weight.shape[1:], ([2, 4, 8], [1, 4, 16])
+        more: dict[str, Any] = {MERGES: torch.tensor([2, 1], device=device)} if MERGES in names else {}
         for form, other in product(((144, shape.numel()), (144, *shape), (1, 144, *shape)), grids):
-            yield {inputs.main: random(*form), GRIDS: torch.tensor([[1, 4, 20], other], device=device)}
+            yield {inputs.main: random(*form), GRIDS: torch.tensor([[1, 4, 20], other], device=device), **more}
         return
 
     if SHAPES in names:
@@ -174,7 +176,7 @@ def _images(model: Any, inputs: Inputs) -> Iterator[dict[str, Any]]:
     convolution = patch_convolution(model)
     height, width = convolution.kernel_size[-2:]
     channels = next(one.in_channels for one in model.modules() if type(one) is type(convolution))
-    more: dict[str, Any] = {INTERPOLATED: True} if INTERPOLATED in names else {}
+    more = {INTERPOLATED: True} if INTERPOLATED in names else {}
     if SIZES in names:
         more[SIZES] = torch.tensor([[2 * height, 3 * width], [2 * height, width]], device=device)
     if SHOWN in names:
@@ -214,7 +216,8 @@ def wide_call(model: Any, inputs: Inputs, example: dict[str, Any]) -> list[dict[
     images = example[inputs.main]
     if GRIDS in example:
         patches = int(example[GRIDS][0].prod())
-        return [{inputs.main: images.narrow(int(len(images) == 1), 0, patches), GRIDS: example[GRIDS][:1]}]
+        first = {name: one[:1] for name, one in example.items()}
+        return [first | {inputs.main: images.narrow(int(len(images) == 1), 0, patches)}]
     if SIZES in example:
         return [{name: one[:1] for name, one in example.items()}]
     sound = inputs.main in SOUNDS

@@ -44,6 +44,13 @@ def grids(*sizes):
     return {"hidden_states": pixels, "grid_thw": torch.tensor(sizes)}
 
 
+def merged(*sizes):
+    """As of `grids`, whose patches are put together later, or not."""
+    given = grids(*sizes)
+    merges = {"merge_sizes": torch.tensor([2, 1, 2][: len(sizes)]), "grid_thw": given["grid_thw"]}
+    return {"pixel_values": given["hidden_states"][:, :48].contiguous()} | merges
+
+
 def sized(*sizes):
     """Images of these heights and widths."""
     return images(len(sizes)) | {"image_sizes": torch.tensor(sizes)}
@@ -140,6 +147,11 @@ MODELS = {
     "qwen3-vl": (
         of("qwen3_vl", "Qwen3VLVisionModel", t.Qwen3VLVisionConfig, QWEN3),
         [SEVERAL[0] | {"output_hidden_states": True}, *SEVERAL[1:]],
+        "",
+    ),
+    "video-llama3": (
+        lambda: t.VideoLlama3VisionModel(t.VideoLlama3VisionConfig(**VIT)),
+        [merged((1, 6, 10), (2, 3, 2), (1, 2, 8)), merged((1, 4, 4))],
         "",
     ),
     "mlcd": (lambda: t.MLCDVisionModel(t.MLCDVisionConfig(**VIT)), [images(), images(1)], ""),
