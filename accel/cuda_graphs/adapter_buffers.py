@@ -14,7 +14,7 @@ from typing import Any
 from weakref import ref
 
 import torch
-from accel_kernels import copy_matrices
+from accel_kernels import LowRank, copy_matrices
 from accel_kernels.gemm.adapters.copy_matrices import MatrixCopies, matrix_copies
 from accel_kernels.gemm.adapters.low_rank_addend import part_starts
 from accel_kernels.gemm.adapters.low_rank_term import COPIES, WIDE, LowRankTerm
@@ -143,11 +143,9 @@ class AdapterBuffers(PartlyCopied):
     def _made(self, layers: Sequence[Any], dtype: torch.dtype) -> AdapterGroup | None:
         if not any(BASE in layer._modules for layer in layers):
             return None
-        found = [adapters_of(layer, dtype, self.whole) for layer in layers]
-        known = [own for own in found if own is not None]
-        most = max((sum(one.down.shape[0] for one in own) for own in known), default=0)
+        known, most = self._known(layers, dtype)
         rank = next((rank for rank in WIDE if rank >= most), None)
-        if len(known) < len(found) or not most or rank is None:
+        if len(known) < len(layers) or not most or rank is None:
             return None
         if _capturing():
             raise RuntimeError("adapters that were not seen before the capture")
@@ -166,6 +164,12 @@ class AdapterBuffers(PartlyCopied):
             for is_up, source, target, scale in group.pairs(known):
                 target.copy_(source.float() * scale if is_up else source)
         return group
+
+    def _known(self, layers: Sequence[Any], dtype: torch.dtype) -> tuple[list[tuple[LowRank, ...]], int]:
+        """Adapters of each layer, without layers of which buffers can hold none; the largest sum of one's ranks."""
+        found = (adapters_of(layer, dtype, self.whole) for layer in layers)
+        known = [own for own in found if own is not None]
+        return known, max((sum(one.down.shape[0] for one in own) for own in known), default=0)
 
     def _names(self, layers: Sequence[Any]) -> list[list[str]]:
         scales = (low_rank_scales(one, self.whole) if BASE in one._modules else None for one in layers)
@@ -220,10 +224,8 @@ class AdapterBuffers(PartlyCopied):
         kept: dict[tuple[int, ...], AdapterGroup] = {}
         rows: dict[Kind, list[tuple]] = {}
         for key, group in self.groups.items():
-            found = [adapters_of(layer, group.dtype, self.whole) for layer in group.present]
-            known = [own for own in found if own is not None]
-            most = max((sum(one.down.shape[0] for one in own) for own in known), default=0)
-            if len(known) < len(found) or most > group.up.shape[1]:
+            known, most = self._known(group.present, group.dtype)
+            if len(known) < len(group.layers) or most > group.up.shape[1]:
                 continue
             kept[key] = group
             group.names = self._names(group.present)

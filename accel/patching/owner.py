@@ -18,6 +18,7 @@ from abc import ABC, abstractmethod
 from collections import ChainMap
 from collections.abc import Iterator
 from functools import lru_cache
+from traceback import walk_stack
 from types import CodeType, FrameType, MappingProxyType
 from typing import Any
 
@@ -165,13 +166,9 @@ def disown_inside(obj: object) -> None:
         disown(one)
 
 
-def _copies_a_part(frame: FrameType | None) -> bool:
+def _copies_a_part(frame: FrameType) -> bool:
     """Whether a deep copy is under way in this frame, and of no object that has a plan."""
-    copied = []
-    while frame is not None:
-        if frame.f_code is copy.deepcopy.__code__:
-            copied.append(frame.f_locals["x"])
-        frame = frame.f_back
+    copied = [one.f_locals["x"] for one, _ in walk_stack(frame) if one.f_code is copy.deepcopy.__code__]
     return bool(copied) and not any(PLAN in getattr(one, "__dict__", ()) for one in copied)
 
 
