@@ -216,12 +216,11 @@ def wide_call(model: Any, inputs: Inputs, example: dict[str, Any]) -> list[dict[
     takes no such. Of images of which all patches lie in one row, of the first.
     """
     images = example[inputs.main]
-    if GRIDS in example:
-        patches = int(example[GRIDS][0].prod())
+    if inputs.in_one_row:
         first = {name: one[:1] for name, one in example.items()}
-        return [first | {inputs.main: images.narrow(int(len(images) == 1), 0, patches)}]
-    if SIZES in example:
-        return [{name: one[:1] for name, one in example.items()}]
+        if GRIDS in example:
+            first[inputs.main] = images.narrow(int(len(images) == 1), 0, int(example[GRIDS][0].prod()))
+        return [first]
     sound = inputs.main in SOUNDS
     if (images.dim() != 4 and not sound) or SHOWN in example or (not sound and len(images) < ROWS):
         return []

@@ -35,8 +35,8 @@ PAD_TENSOR = "_pad_token_tensor"  # of a configuration: what generate() puts beh
 # What says how a step follows from another, beside PREPARE. And methods as they were imported: another function that is
 # put there later, for all models, is somebody's own.
 STEPS = (LOOP, UPDATE)
-AS_IMPORTED = MappingProxyType(
-    {name: getattr(GenerationMixin, name) for name in (PREPARE, *STEPS, BEAMS, UNFINISHED, DECODING)}
+AS_IMPORTED: MappingProxyType[str, Any] = MappingProxyType(
+    {name: getattr(GenerationMixin, name, None) for name in (PREPARE, POSITIONS, *STEPS, BEAMS, UNFINISHED, DECODING)}
 )
 
 # Arguments of a model that generate() and its callers know, besides the cache; of a step, which follow from the step
@@ -48,11 +48,6 @@ FOR_OTHER_LOOPS = ("custom_generate", "streamer", "assistant_model", "synced_gpu
 LABELS = "labels"  # of a loss, in which padding counts like any token
 MARKS = ("token_type_ids", "mm_token_type_ids")  # one number a token: 0 for text, 1 for what is not, or for an answer
 GRIDS = ("image_grid_thw", "video_grid_thw")  # (images, 3): frames, rows and columns of each
-
-
-def counts_otherwise(model: PreTrainedModel) -> bool:
-    """Whether positions of tokens may be others than 0, 1, 2 .., as of pictures in three parts."""
-    return getattr(type(model), POSITIONS, None) is not getattr(GenerationMixin, POSITIONS)
 
 
 def predictable(model: PreTrainedModel, prepared: Any = None) -> bool:

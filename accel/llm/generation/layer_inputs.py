@@ -17,7 +17,7 @@ from accel.errors import Unfit
 from accel.fusion.host_numbers import HostNumbers, few_on_host
 from accel.libraries.attention import MASK
 from accel.libraries.cache import Cache
-from accel.libraries.generation import ENCODED, counts_otherwise
+from accel.libraries.generation import ENCODED, POSITIONS, stock_methods
 from accel.llm.attention.rotary import Rotary
 from accel.llm.attention.softmax_attention import SoftmaxSpec
 from accel.llm.attention.stock.stock_attention import StockSpec
@@ -72,7 +72,7 @@ class CheckedStep(Step):
             names in forward.masked,
             forward.embeddings().dtype,
         )
-        self.turns = not forward.convention.position_parts and counts_otherwise(forward.module)
+        self.turns = not (forward.convention.position_parts or stock_methods(forward.module, POSITIONS))
         self.masks: dict[int, torch.Tensor] = {}
         self.known: HostNumbers | None = None
         self.given, self.device = (*tokens.shape[:2], dtype), tokens.device
