@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from functools import cache, cached_property, lru_cache
 from importlib.util import find_spec
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,14 @@ class Card:
     @classmethod
     def of(cls, fields: dict[str, Any]) -> "Card":
         """From `to_dict`, or from JSON. Raises TypeError and ValueError for what is no card."""
-        return cls(**fields | {"compute": (int(fields["compute"][0]), int(fields["compute"][1]))})
+        major, minor = map(int, fields["compute"])
+        known = fields | {"compute": major, "bus": fields.get("bus", 1.0)}
+        counts = "compute", "processors", "shared_memory"
+        wrong = [name for name in counts if not isinstance(known[name], int) or known[name] < 1]
+        wrong += [name for name in ("memory", "l2", "bandwidth", "rate") if not 0 <= known.get(name, 0) < inf]
+        if wrong or not 0 < known["bus"] <= 1:
+            raise ValueError(", ".join(f"{name}={known[name]!r}" for name in wrong or ["bus"]))
+        return cls(**fields | {"compute": (major, minor)})
 
 
 INTERPRETER = Card("Triton's interpreter", (0, 0), 4, 160 * 1024)  # on CPU tensors; any number gives the same results
@@ -110,7 +118,7 @@ def read_card(file: Path) -> Card:
     """The card of a file that `accel doctor` wrote. Raises OSError, and ValueError where there is none in it."""
     try:
         return Card.of(json.loads(file.read_text())["card"])
-    except (KeyError, TypeError, IndexError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{file} has no card: {error}") from None
 
 
@@ -132,7 +140,7 @@ def made_of(found: Card, wanted: str) -> Card:
             if not 0 < number <= getattr(found, name):
                 raise ValueError(f"{setting} of {getattr(found, name)}")
             found = replace(found, **{name: number})
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ArithmeticError, ValueError, KeyError) as error:
         raise ValueError(f"ACCEL_CARD={wanted!r}: {error}; {VALID}") from None
     return found
 

@@ -91,13 +91,29 @@ def test_the_environment_limits_the_card(monkeypatch, tmp_path):
     ("wanted", "told"),
     [
         ("absent.json", "absent.json"), ("8", "'8'"), ("8.9,processors=200", "processors=200 of 30"), ("bus=x", "'x'"),
-        ("8.9,cores=3", "'cores'"), ("memory=0", "memory=0 of 8000000000"), ("bus=nan", "bus=nan of 1.0"),
+        ("8.9,cores=3", "'cores'"), ("memory=infGB", "infinity"),
+        ("memory=0", "memory=0 of 8000000000"), ("bus=nan", "bus=nan of 1.0"),
     ],
 )  # fmt: skip
 def test_what_is_no_card_is_told(wanted, told):
     with pytest.raises(ValueError, match="ACCEL_CARD='") as raised:
         made_of(CARDS[0], wanted)
     assert wanted in str(raised.value) and told in str(raised.value) and "processors=36" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"processors": 0}, {"processors": "28"}, {"shared_memory": None}, {"compute": [8]}, {"compute": [-1, 0]},
+        {"memory": "12GB"}, {"bandwidth": float("nan")}, {"rate": -1}, {"bus": 0}, {"cores": 3}, 5,
+    ],
+)  # fmt: skip
+@pytest.mark.share(1)
+def test_a_file_of_no_card_is_told(wrong, tmp_path):
+    file = tmp_path / "card.json"
+    file.write_text(json.dumps({"card": CARDS[0].to_dict() | wrong if isinstance(wrong, dict) else wrong}))
+    with pytest.raises(ValueError, match="card.json has no card: "):
+        read_card(file)
 
 
 def test_kernels_beside_their_references(monkeypatch):
