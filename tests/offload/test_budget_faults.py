@@ -14,7 +14,7 @@ import accel
 from accel.diffusion import tiling
 from accel.diffusion.dit.executable import Executable
 from accel.errors import Refused
-from accel.offload.blocks import nbytes
+from accel.offload.blocks import nbytes, streaming_blocks
 from accel.offload.call_hooks import streamed_model as streamed
 from accel.offload.memory import HostBuffer
 from accel.offload.piece import PlacedWeights
@@ -195,6 +195,13 @@ def test_it_is_saved_as_it_is_and_what_changes_shape_in_place_is_seen(tmp_path):
     wanted, twin = weight.clone(), copy.deepcopy(model)
     accel.restore(twin)
     assert float((call(model) - call(twin)).abs().max()) < 1e-5 and torch.equal(weight, wanted)
+
+
+def test_blocks_are_what_is_called():
+    """Of several classes too; what only holds them is none."""
+    called = [torch.nn.Sequential(torch.nn.Linear(2, 2)), torch.nn.MultiheadAttention(2, 1)]
+    model = torch.nn.ModuleDict({"levels": torch.nn.ModuleList([torch.nn.ModuleList(called)])})
+    assert list(streaming_blocks(model)) == ["levels.0.0", "levels.0.1"]
 
 
 @torch.no_grad()

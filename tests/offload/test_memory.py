@@ -22,7 +22,7 @@ from accel.errors import Refused
 from accel.fusion.stacked_linears import stacked_rows
 from accel.llm.generation.loop import handover
 from accel.offload import budget, hot_experts
-from accel.offload.blocks import nbytes, sizes_of, streaming_blocks
+from accel.offload.blocks import nbytes, sizes_of
 from accel.offload.budget import WeightSizes, predicted_seconds, streamed_blocks
 from accel.offload.call_hooks import streamed_model as streamed
 from accel.offload.ring import Ring, repeated
@@ -302,13 +302,6 @@ def test_sizes():
         accel.optimize(model, memory=sizes_of(model).least() - 1)
     same(model, before)
     assert not any(one._forward_pre_hooks or "forward" in vars(one) for one in model.modules())
-
-
-def test_blocks_are_what_is_called():
-    """Of several classes too; what only holds them is none."""
-    called = [torch.nn.Sequential(torch.nn.Linear(2, 2)), torch.nn.MultiheadAttention(2, 1)]
-    model = torch.nn.ModuleDict({"levels": torch.nn.ModuleList([torch.nn.ModuleList(called)])})
-    assert list(streaming_blocks(model)) == ["levels.0.0", "levels.0.1"]
 
 
 def test_as_few_blocks_stream_as_must_and_evenly():
