@@ -53,8 +53,10 @@ def projections_of(calls: list[Call], layer: LayerRecord) -> Iterator[tuple[tupl
         return {"layout": kind, "heads": heads, "groups": groups, "kv_heads": stored, "dim": d}
 
     whole = [call for call in calls if flat(call) and call.output.held.dim() == 3]
-    for call in whole:
+    for at, call in enumerate(whole):
         y = call.output.held
+        if any(torch.equal(y, c.output.held) and c.input.same(call.input) for c in whole[at + 1 :]):
+            continue  # keys of the same weights as values, which come behind them
         total, rest = divmod(y.shape[-1], d)
         if rest:
             continue

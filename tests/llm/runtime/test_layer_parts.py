@@ -193,3 +193,17 @@ def test_uneven_rows_of_an_mlp_are_padded(monkeypatch):
         wanted, other, got = (one(input_ids=ids).logits.float() for one in (exact, stock, ours))
         assert len(seen) == times
         assert (got - wanted).norm() <= 1.1 * (other - wanted).norm()
+
+
+@pytest.mark.parametrize("name", ["k_proj", "v_proj"])
+def test_keys_and_values_of_equal_weights_are_told_apart(name):
+    """A hook on one of them, and other weights, are seen."""
+    stock = make("llama")
+    for layer in stock.model.layers:
+        layer.self_attn.v_proj.weight.data.copy_(layer.self_attn.k_proj.weight)
+    ours = accel.optimize(copy.deepcopy(stock))
+    for model in (ours, stock):
+        linear = getattr(model.model.layers[0].self_attn, name)
+        linear.weight.data.mul_(3.0)
+        linear.register_forward_hook(lambda module, args, output: output * 2)
+    same(called(ours), called(stock))

@@ -116,3 +116,15 @@ def test_its_cache_is_one_of_its_own_class():
     mine, theirs = (step(m, ids[:, 1:2], cache, 10) for m, cache in zip((ours, stock), caches, strict=True))
     same({"logits": mine.logits}, {"logits": theirs.logits}, 4e-5)
     torch.testing.assert_close(caches[0].linear_cache[1], caches[1].linear_cache[1], rtol=2e-4, atol=2e-5)
+
+
+def test_rates_that_a_cast_has_rounded_run_stock():
+    """Each of stock's buffers of decays is rounded by itself."""
+    ours, stock = pair()
+    ids, mask = padded((4, 3))
+    same(generate(ours, ids, mask), generate(stock, ids, mask))
+    assert not fallbacks(ours)
+    for model in (ours, stock):
+        model.to(torch.bfloat16).float()
+    same(generate(ours, ids, mask), generate(stock, ids, mask))
+    assert any("rounded or changed" in reason for reason in fallbacks(ours))

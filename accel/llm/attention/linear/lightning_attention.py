@@ -5,7 +5,7 @@ activation; what a state gives is normed, and multiplied by a gate of the input 
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -76,11 +76,15 @@ class LightningFormula(NamedTuple):
 
 @dataclass(frozen=True)
 class LightningSpec(StateSpec):
-    """The second projection is the gate's. norm: of what all heads give. gate: its activation, a name of GATES."""
+    """The second projection is the gate's. norm: of what all heads give. gate: its activation, a name of GATES.
+
+    rates: how fast heads decay. Stock holds what it makes of them beside them, so that all are rounded by a cast.
+    """
 
     formula: LightningFormula
     norm: NormSpec
     gate: str
+    rates: torch.Tensor = field(repr=False, compare=False)
 
     @property
     def norms(self) -> tuple[NormSpec, ...]:
@@ -94,8 +98,9 @@ class LightningSpec(StateSpec):
         for first, second, norm, out, gate in _endings(layer):
             for formula in _formulas(layer, first, norm):
                 calls = first, second, norm, out
+                rates = _tensor(layer.layer, formula.rate).detach().clone()
                 if layer.known is not None or _holds_for_long(layer, formula, gate, calls):
-                    return cls.understood(layer, [first, second], out, formula, norm_spec(layer, norm), gate)
+                    return cls.understood(layer, [first, second], out, formula, norm_spec(layer, norm), gate, rates)
         raise NotUnderstood("its state, or what it gives, is of another formula")
 
     def bind(self, kernels: Kernels, layer: nn.Module, stack: bool) -> "BoundLightningAttention":
@@ -184,7 +189,10 @@ class BoundLightningAttention(BoundLinearAttention):
         self.spec, self.layer = spec, layer
         self.projections = BoundProjections(layer, spec.projections, stack=False)
         self.norm = BoundNorm(kernels, layer, spec.norm)
-        self.zeros = _tensor(layer, spec.formula.rate).new_zeros(spec.formula.heads, dtype=STATE)
+        rates = _tensor(layer, spec.formula.rate)
+        if rates.dtype != spec.rates.dtype or not torch.equal(rates, spec.rates.to(rates.device)):
+            raise NotUnderstood("how fast its heads decay was rounded or changed since")
+        self.zeros = rates.new_zeros(spec.formula.heads, dtype=STATE)
 
     @property
     def decay(self) -> Decay:
