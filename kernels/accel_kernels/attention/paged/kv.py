@@ -38,8 +38,8 @@ def metadata_of(
     places = [0, 0, columns, address(firsts), 0]
     for table, *kept in layers:
         places += [*map(address, kept), *[0] * (TABLE - len(kept)), address(table)]
-    made = torch.tensor(places, device="cpu")
-    return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made.to(device)
+    pinned = torch.cuda.is_available() and torch.device(device).type == "cuda"  # so that no copy waits for the GPU
+    return torch.tensor(places, device="cpu", pin_memory=pinned).to(device, non_blocking=True)
 
 
 class KV(NamedTuple):
