@@ -139,10 +139,12 @@ def test_the_hottest_experts_are_on_the_card(name, weights, monkeypatch):
                 own = part.data_ptr() + expert * step
                 assert ctypes.string_at(own + place * PLACE_BYTES, step) == ctypes.string_at(own, step)
                 assert (place != 0) == (expert in slots)
-    held.stacks[held.order[0]].readable().gate_up.data.view(torch.uint8).data.bitwise_xor_(1)  # which nothing counts
+    stack = held.stacks[held.order[0]].readable().gate_up.data
+    stack = (stack if stack.stride(-1) == 1 else stack.mT).view(torch.uint8).data
+    stack.bitwise_xor_(1)  # which nothing counts
     with held.one_call():
         assert torch.equal(hot._each(0, hot.seen[0])[0][hot.slots[0]], hot.copied[0][0])
-    held.stacks[held.order[0]].readable().gate_up.data.view(torch.uint8).data.bitwise_xor_(1)
+    stack.bitwise_xor_(1)
     captured, heat = Fingerprint(model), held.tables.hot()
     del hot
     held.bring_back()
