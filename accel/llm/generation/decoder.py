@@ -130,17 +130,17 @@ class DecoderForward(FastForward):
             raise Unfit("inputs on another device, or of another number of rows, than the cache")
         if self.partial or unknown is not None:
             return self.run_own_code(store, cache, tokens, kwargs, checked=unknown is not None)
-        keep = given("logits_to_keep", 0)
-        if type(keep) is not int:
+        if type(keep := given("logits_to_keep", 0)) is not int:
             raise Unfit("logits_to_keep is no number")
         try:
             if (start or new == 1) and not self.masks_steps and given(MASK) is not None:
                 raise Unfit("a mask of a step, which it multiplies tokens by")
             mask = self.convention.read_mask(given(MASK), store, rows, start, new, self.left_padded(new))
-            positions = None
+            positions, places = None, given("position_ids")
             if "position_ids" in self.names:
-                where = mask, rows, start, new, tokens.device
-                positions = self.convention.read_positions(given("position_ids"), *where)
+                positions = self.convention.read_positions(places, mask, rows, start, new, tokens.device)
+            elif places is not None:
+                raise Unfit("called with position_ids, which its forward only hands on")
         except Unfit as unfit:
             if self.why_stock(kwargs, str(unfit)) is not None:
                 raise

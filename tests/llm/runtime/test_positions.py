@@ -123,3 +123,13 @@ def test_factors_that_layers_are_given_and_a_gate_with_a_bias(monkeypatch):
     assert {spec.bias for spec in specs} == {"gate_bias"} and any(isinstance(s.q_scale, GivenScale) for s in specs)
     long_texts_are_the_same(ours, stock)
     assert not accel.report(ours).fallbacks
+
+
+def test_positions_that_the_forward_of_the_model_only_hands_on():
+    """Its own code reads them, around fused layers."""
+    stock = build("whisper", "language")
+    ours, (ids, _) = accel.optimize(copy.deepcopy(stock)), padded()
+    given = {"position_ids": torch.arange(2, 2 + ids.shape[1])[None]}
+    with torch.no_grad():
+        torch.testing.assert_close(ours(ids, **given).logits, stock(ids, **given).logits, rtol=0, atol=1e-4)
+    assert reasons(ours) == [""] and not accel.report(ours).fallbacks
