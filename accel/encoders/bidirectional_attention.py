@@ -19,7 +19,7 @@ from accel.llm.attention.attention import UnderstoodAttention
 from accel.llm.attention.projections import projections_of, split
 from accel.llm.attention.rotary import turnings
 from accel.llm.attention.softmax_attention import BoundSoftmaxAttention, Formula, Parts, SoftmaxSpec, normed
-from accel.llm.recording.record import Call, LayerRecord, NotUnderstood, Record, Value
+from accel.llm.recording.record import Call, LayerRecord, NotUnderstood, Record, Value, of_any_length
 from accel.patching.fast_forward import Kernels
 
 QUERIES = (3, 77, 5003, 200_003)  # positions of queries whose view is looked at
@@ -235,12 +235,12 @@ def reach_of(visible: Callable[..., Any]) -> Reach | None:
     `BidirectionalSpec`. Raises NotUnderstood for any other view.
     """
     zero = torch.zeros((), dtype=torch.int64, device="cpu")
-    found, whole = set(), 0
+    found, whole, visible = set(), 0, of_any_length(visible)
     for query in QUERIES:
         keys = torch.arange(max(0, query - MOST), query + MOST, device="cpu")
         try:
             seen = torch.as_tensor(visible(zero, zero, torch.full_like(keys, query), keys)).expand(len(keys)).nonzero()
-        except (IndexError, RuntimeError) as error:  # it looks positions up, or is of another device
+        except (IndexError, RuntimeError) as error:  # it looks positions up
             raise NotUnderstood("its attention mask is made of more than positions") from error
         first, last = (int(keys[seen[at]]) if len(seen) else -1 for at in (0, -1))
         if last - first + 1 != len(seen) or not first <= query <= last:

@@ -15,6 +15,7 @@ from accel.errors import reason_of
 from accel.libraries.code import comes_from
 from accel.libraries.models import is_seq2seq
 from accel.llm.recording.inputs import ROWS, example_ids, few
+from accel.llm.recording.position_table import WithinTables
 from accel.llm.recording.record import NotUnderstood
 from accel.llm.recording.recorder import decoder_layers, resting
 from accel.patching.structure import placement
@@ -118,7 +119,7 @@ def small_call(model: Any, inputs: Inputs) -> dict[str, Any]:
     reason = "inputs of another kind"
     for call in (_sounds if inputs.main in SOUNDS else _images)(model, inputs):
         try:
-            with resting(model):
+            with resting(model), WithinTables():
                 type(model).forward(model, **call)
         except Exception as error:  # images of one size, as position embeddings are for
             reason = f"could not be examined: {reason_of(error)}"
@@ -201,10 +202,11 @@ def masked_sound(model: Any, inputs: Inputs, example: dict[str, Any]) -> Inputs:
     """With the mask of what its sounds consist of, (batch, length), if the model reads one."""
     masked = inputs._replace(mask=TEXT.mask)
     try:
-        given, plain = (
-            tensors_of(type(model).forward(model, **example, **more))
-            for more in ({TEXT.mask: random_mask(masked, example)}, {})
-        )
+        with WithinTables():
+            given, plain = (
+                tensors_of(type(model).forward(model, **example, **more))
+                for more in ({TEXT.mask: random_mask(masked, example)}, {})
+            )
     except Exception as error:  # an argument that it does not take
         reason_of(error)
         return inputs
@@ -229,7 +231,7 @@ def wide_call(model: Any, inputs: Inputs, example: dict[str, Any]) -> list[dict[
     wide = torch.randn(shape, generator=torch.Generator().manual_seed(1), device="cpu")
     call = example | {inputs.main: wide.to(images)}
     try:
-        with resting(model):  # blocks of windows remember the smallest picture, which may be this one
+        with resting(model), WithinTables():  # blocks of windows remember the smallest picture, which may be this one
             type(model).forward(model, **call)
     except Exception as error:  # images of one size
         reason_of(error)
@@ -248,7 +250,8 @@ def unread(model: Any, example: dict[str, Any]) -> frozenset[str]:
     plain, same = tensors_of(type(model).forward(model, **example)), dict[str, bool]()
     for name, one in beside:
         try:
-            given = tensors_of(type(model).forward(model, **example, **{name: one}))
+            with WithinTables():
+                given = tensors_of(type(model).forward(model, **example, **{name: one}))
         except Exception as error:  # an argument that it does not take
             reason_of(error)
         else:

@@ -18,7 +18,6 @@ from accel.patching.fast_forward import FastForward
 from accel.patching.structure import plain
 
 LONG = 512  # tokens of the text that shows from which distance on the rows stay the same
-SPARE = 2  # positions that RoBERTa's kind of numbering leaves out
 LENT = "accel_position_bias"
 
 
@@ -70,7 +69,7 @@ def listening_to_biases(model: nn.Module, seen: list[SeenBias]) -> Any:
 
 def long_text(model: Any) -> int:
     """Tokens of a text that shows what a short one does not."""
-    return min(LONG, (most_configured(model) or LONG + SPARE) - SPARE)
+    return min(LONG, most_configured(model) or LONG)
 
 
 def learned(model: Any, paths: set[str], call: Callable | None = None) -> dict[str, PositionBias]:

@@ -14,7 +14,7 @@ from torch import nn
 
 from accel.encoders.bidirectional_attention import BidirectionalSpec, EncoderRecord
 from accel.encoders.own_code import OwnCode
-from accel.encoders.position_bias import SPARE, SeenBias, learned, listening_to_biases, long_text
+from accel.encoders.position_bias import SeenBias, learned, listening_to_biases, long_text
 from accel.encoders.windows import Moved, one_window
 from accel.errors import reason_of
 from accel.in_flight import listening
@@ -173,7 +173,7 @@ def understand_encoder(model: Any, call: dict[str, Any]) -> tuple[str, dict[str,
         first = next(one.relative for one in attentions if one.relative is not None)
         long: list[SeenBias] = []
         with resting(model), OwnCode(lambda: model) as watched, listening_to_biases(model, long):
-            _run_long(model, stack, call, long_text(model) + (SPARE if first.by_key else 0))
+            _run_long(model, stack, call, long_text(model))
         found = first.learned(watched.gathered, long)
         known = {name: getattr(found, name) for name in ("buckets", "most", "columns")}
         attentions = [replace(one, relative=one.relative and replace(one.relative, **known)) for one in attentions]

@@ -44,6 +44,7 @@ from accel.libraries.models import is_causal_lm, is_seq2seq
 from accel.llm.attention.position_terms import POSITIONS
 from accel.llm.parts.step import ForwardContext
 from accel.llm.recording.inputs import example_ids, last_positions
+from accel.llm.recording.position_table import WithinTables
 from accel.llm.recording.record import NotUnderstood
 from accel.llm.recording.recorder import resting
 from accel.patching.fast_forward import as_written
@@ -297,22 +298,17 @@ def ignores_padding(root: nn.Module, model: Any, inputs: Inputs, example: dict[s
     generator = torch.Generator().manual_seed(0)
 
     def other(module: nn.Module, args: Any, output: Any) -> Any:
-        for name, one in output.items():
-            if isinstance(one, torch.Tensor) and one.shape[:2] == hidden.shape:
-                noise = torch.randn(one.shape, generator=generator, device="cpu").to(one)
-                output[name] = torch.where(hidden[..., None], noise, one)
+        tensors = ((name, one) for name, one in output.items() if isinstance(one, torch.Tensor))
+        if not (found := {name: one for name, one in tensors if one.shape[:2] == hidden.shape}):
+            raise NotUnderstood("rows within rows")
+        for name, one in found.items():
+            noise = torch.randn(one.shape, generator=generator, device="cpu").to(one)
+            output[name] = torch.where(hidden[..., None], noise, one)
         return output
 
-    def in_rows(module: nn.Module, args: tuple, kwargs: dict) -> None:
-        """Refuses rows within rows: the library's masks read behind their end, by which a GPU ends the process."""
-        words = (kwargs.get(inputs.main, args[0] if args else None), kwargs.get(inputs.mask))
-        if any(isinstance(one, torch.Tensor) and one.dim() > given[inputs.main].dim() for one in words):
-            raise NotUnderstood("rows within rows")
-
     for call in (given, {name: one[:, None] for name, one in given.items()}):  # the latter for one of several choices
-        handle = model.register_forward_pre_hook(in_rows, with_kwargs=True)
         try:
-            with resting(root), math_attention(), as_written():
+            with resting(root), math_attention(), as_written(), WithinTables():
                 plain = tensors_of(type(root).forward(root, **call))
                 with listening([(model, other)]):
                     changed = [tensors_of(type(root).forward(root, **call)) for _ in range(2)]
@@ -320,6 +316,4 @@ def ignores_padding(root: nn.Module, model: Any, inputs: Inputs, example: dict[s
             reason_of(error)
         else:
             return bool(plain) and all(torch.equal(one, now[name]) for now in changed for name, one in plain.items())
-        finally:
-            handle.remove()
     return False

@@ -31,6 +31,7 @@ from accel.libraries.cache import (
 )
 from accel.libraries.models import is_seq2seq
 from accel.llm.parts.step import ForwardContext
+from accel.llm.recording.position_table import WithinTables
 from accel.llm.recording.record import NotUnderstood
 from accel.llm.recording.recorder import model_side_effects, resting
 from accel.patching.fast_forward import as_written
@@ -235,7 +236,7 @@ class StepTrial:
         return given | padding | {"use_cache": True, "return_dict": True}
 
     def stock(self, more: dict, steps: int) -> Text:
-        with as_written():
+        with as_written(), WithinTables():
             first = self.forward.stock(**self.call(more, 0, BEGUN, None))
             cache = cache_of(first)
             begun = copy.deepcopy(cache)

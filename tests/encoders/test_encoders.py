@@ -9,9 +9,7 @@ from accel_kernels import dequantize
 
 import accel
 from accel.comparison import relative_rms
-from accel.encoders import rule
 from accel.encoders.encoder import EncoderForward
-from accel.llm.recording.record import NotUnderstood
 from accel.quantization.module import QuantizedLinear
 from support.objects.encoders import (
     BATCH,
@@ -29,8 +27,6 @@ from support.objects.encoders import (
     optimized,
 )
 from support.state import assert_same_state, snapshot
-
-SMALL_T5 = dict(vocab_size=99, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4)
 
 
 @pytest.mark.parametrize("family", CONFIGS)
@@ -50,7 +46,7 @@ def test_an_encoder_gives_what_stock_gives(family):
 
 @pytest.mark.parametrize("family", ["Bert", "DistilBert", "ModernBert"])
 def test_padding_is_left_out_where_a_head_does_not_see_it(family, monkeypatch):
-    rows, failed = [], []
+    rows = []
     packing = EncoderForward.packing
 
     def counted(self, *given):
@@ -59,11 +55,7 @@ def test_padding_is_left_out_where_a_head_does_not_see_it(family, monkeypatch):
 
     monkeypatch.setattr(EncoderForward, "packing", counted)
     model, stock = optimized(family, "ForSequenceClassification")
-    monkeypatch.setattr(rule, "reason_of", lambda error: failed.append(type(error)))
     assert encoder_of(optimized(family, "ForMultipleChoice")[0]).blind
-    failed.clear()
-    accel.optimize(t.T5ForConditionalGeneration(t.T5Config(**SMALL_T5)))
-    assert NotUnderstood in failed and IndexError not in failed  # which is no error on a GPU, but its end
     rows.clear()
     call = ids_and_mask()
     assert_same(model, stock, **call)

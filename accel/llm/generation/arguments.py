@@ -18,6 +18,7 @@ from accel.llm.generation.calling_convention import ALL, GRID, NEW, CallingConve
 from accel.llm.generation.decoder import DecoderForward
 from accel.llm.generation.trial import PADDING, expected, logits_over_pieces, most_new, pieces_of, plainly
 from accel.llm.recording.inputs import example_ids, within_positions
+from accel.llm.recording.position_table import WithinTables
 from accel.llm.recording.recorder import resting
 
 PIECES = (9, 1, 3)  # tokens of a prompt, a step and a longer one
@@ -117,7 +118,7 @@ def _agrees(forward: DecoderForward, pieces: list[dict]) -> bool:
     """
 
     def stock() -> torch.Tensor:
-        with plainly(forward):
+        with plainly(forward), WithinTables():
             return logits_over_pieces(forward, forward.reference, pieces)[:, PADDING:]
 
     try:

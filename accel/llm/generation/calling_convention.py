@@ -174,7 +174,7 @@ class CallingConvention:
         if self.positions != BY_MASK:
             raise Unfit("a mask without position_ids")
         mask = mask.long()
-        return (mask.cumsum(1) * mask - 1)[:, start:]
+        return (mask.cumsum(1) * mask - 1).clamp_(min=0)[:, start:]  # padding has a row of a table too
 
     def of_one_part(self, positions: Any) -> Any:
         """Positions in parts of which layers understand one, where all are alike: that one. Waits for the device."""

@@ -53,10 +53,12 @@ def example_inputs(
 
 def example_ids(model: "PreTrainedModel", tokens: int, seed: int = 0) -> torch.Tensor:
     """(ROWS, tokens) random token numbers, from a generator of their own."""
+    known = getattr(model.config.get_text_config(), "vocab_size", None)  # by which other tables may be shorter
     try:
         words = model.get_input_embeddings().weight.shape[0]
     except NotImplementedError:  # as transformers says that it does not know where they are
-        words = model.config.get_text_config().vocab_size
+        words = known
+    words = min(words, known or words)
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(words, (ROWS, tokens), generator=generator, device="cpu").to(placement(model)[0])
 
@@ -80,7 +82,17 @@ def few(model: "PreTrainedModel") -> int:
 
 
 def most_configured(model: "PreTrainedModel") -> int | None:
-    """Positions by the configuration: of a table, or of the longest text in training; None where it does not say."""
+    """Tokens of a text by the configuration: those that a table has positions for, or of the longest text in training;
+    None where it does not say. RoBERTa's kind of table has positions up to that of padding that no token has.
+    """
+    if (most := _positions(model)) is None:
+        return None
+    tables = (one for one in model.modules() if isinstance(getattr(one, "padding_idx", None), int))
+    unused = (one.padding_idx + 1 for one in tables if len(getattr(one, "weight", ())) == most)
+    return max(1, most - max(unused, default=0))
+
+
+def _positions(model: "PreTrainedModel") -> int | None:
     most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return most if isinstance(most, int) and most > 0 else None
 
@@ -91,7 +103,7 @@ def last_positions(model: "PreTrainedModel", ids: torch.Tensor, begin: int | Non
     They are those from `begin` on; without, the last, and those around a half, a quarter and an eighth, from which on a
     model may do otherwise.
     """
-    most = most_configured(model)
+    most = _positions(model)
     if most is None or "position_ids" not in inspect.signature(type(model).forward).parameters:
         return {}
     tokens = ids.shape[1]

@@ -4,7 +4,7 @@ A table is whatever the model holds, or makes of what it holds alone, from which
 the tokens of a text. Its shape says nothing: a weight may have as many rows as there are positions.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -61,6 +61,23 @@ class PositionTable(TorchDispatchMode):
         return int(texts[0, 0]) if bool((texts.diff() == 1).all()) else None
 
 
+class WithinTables(TorchDispatchMode):
+    """While active, to read behind the end of a table raises IndexError before it happens, which ends the process on a
+    GPU. For calls of which it is not known whether a model takes them. Waits for the GPU.
+    """
+
+    supports_higher_order_operators = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        operation = getattr(func, "overloadpacket", None)
+        for table, dim, numbers in _reads(operation, args):
+            if numbers.numel() and not numbers.is_meta:
+                least, most = (int(one) for one in numbers.aminmax())
+                if most >= table.shape[dim] or least < (-table.shape[dim] if operation is ATEN.index else 0):
+                    raise IndexError(f"numbers from {least} to {most}, of a table with {table.shape[dim]}")
+        return func(*args, **(kwargs or {}))
+
+
 def _tensors(values: Iterable) -> Iterator[torch.Tensor]:
     """Those among the arguments or results of an operation, and in its lists."""
     for one in values:
@@ -70,7 +87,7 @@ def _tensors(values: Iterable) -> Iterator[torch.Tensor]:
             yield from _tensors(one)
 
 
-def _reads(function: Callable, args: tuple) -> Iterator[tuple[torch.Tensor, int, torch.Tensor]]:
+def _reads(function: Any, args: tuple) -> Iterator[tuple[torch.Tensor, int, torch.Tensor]]:
     """What is read by numbers in this call: from which tensor, along which dimension, by which numbers."""
     if function is ATEN.embedding:
         yield args[0], 0, args[1]
@@ -79,8 +96,9 @@ def _reads(function: Callable, args: tuple) -> Iterator[tuple[torch.Tensor, int,
     elif function is ATEN.gather:
         yield args[0], args[1], args[2].movedim(args[1], -1)
     elif function is ATEN.index:
-        numbers: Iterable[torch.Tensor | None] = args[1]
-        yield from ((args[0], dim, one) for dim, one in enumerate(numbers) if one is not None and one.dim())
+        numbers = [(dim, one) for dim, one in enumerate(args[1]) if one is not None and one.dim()]
+        if not any(one.dtype in (torch.bool, torch.uint8) for _, one in numbers):  # of several dimensions at a time
+            yield from ((args[0], dim, one) for dim, one in numbers)
 
 
 def _memory(tensor: torch.Tensor) -> torch.UntypedStorage | None:

@@ -34,7 +34,7 @@ def window(visible: Callable[..., Any]) -> int | None:
     """
     if isinstance(visible, FunctionType) and _reads_nothing_else(visible):
         return _window_of(visible.__code__)
-    return _found(_of_any_length(visible))
+    return _found(of_any_length(visible))
 
 
 class _Nowhere:
@@ -48,17 +48,19 @@ class _Nowhere:
         return self.tensor.flatten()[0].cpu().expand(torch.broadcast_shapes(*(one.shape for one in places)))
 
 
-def _of_any_length(value: Any) -> Any:
+def of_any_length(value: Any) -> Any:
     """The same function on a CPU, where blocks of images and the like, of which a text has none, are asked about any
     position.
     """
     if isinstance(value, tuple):
-        return tuple(map(_of_any_length, value))
-    if isinstance(value, torch.Tensor) and value.dtype in (torch.int64, torch.int32) and value.dim() and value.numel():
-        return _Nowhere(value) if bool((value == -1).all()) else value.cpu()  # where positions are counted
+        return tuple(map(of_any_length, value))
+    if isinstance(value, torch.Tensor):
+        blocks = value.dtype in (torch.int64, torch.int32) and value.dim() and value.numel()
+        # On a GPU a position behind its end would be no error, but the end of the process.
+        return _Nowhere(value) if blocks and bool((value == -1).all()) else value.cpu()
     if not isinstance(value, FunctionType) or not value.__closure__:
         return value
-    cells = tuple(CellType(_of_any_length(cell.cell_contents)) for cell in value.__closure__)
+    cells = tuple(CellType(of_any_length(cell.cell_contents)) for cell in value.__closure__)
     return FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, cells)
 
 

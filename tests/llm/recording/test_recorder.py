@@ -4,12 +4,14 @@ import copy
 
 import pytest
 import torch
+import transformers
 from torch import nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
 import accel
+from accel.llm.recording.position_table import WithinTables
 from accel.llm.recording.recorder import record
 from accel.llm.runtime.analyze import formulas
 from support.llm.edits.modules import llama_with
@@ -239,3 +241,25 @@ def test_embeddings_of_another_dtype_are_promoted_as_stock_does(dtype):
     assert torch.equal(model(inputs_embeds=embeds).logits, stock(inputs_embeds=embeds).logits)
     ((path, reason, _),) = accel.report(model).fallbacks
     assert (path, reason) == ("", "embeddings of another dtype than the model's")
+
+
+@pytest.mark.parametrize("head", ["ForCausalLM", "ForSequenceClassification"])
+def test_tables_are_read_within(head):
+    """As of padding, whose positions have rows in front of those of a text; conftest.py asks what was read behind."""
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes |= {"vocab_size": 60, "type_vocab_size": 1, "pad_token_id": 5, "max_position_embeddings": 16}
+    model = getattr(transformers, f"Roberta{head}")(transformers.RobertaConfig(**sizes, is_decoder=head[3] == "C"))
+    stock, call = copy.deepcopy(model.eval()), {"input_ids": torch.arange(6, 15)[None]}
+    accel.optimize(model)
+    with torch.no_grad():
+        torch.testing.assert_close(model(**call).logits, stock(**call).logits)
+    assert not accel.report(model).fallbacks
+
+
+def test_a_table_that_is_too_short_is_not_read():
+    table, call = torch.zeros(3, 2), torch.tensor([2, 3])
+    for read in (lambda: table[call], lambda: table.index_select(0, call), lambda: torch.embedding(table, call)):
+        with WithinTables(), pytest.raises(IndexError, match="numbers from 2 to 3, of a table with 3"):
+            read()
+    with WithinTables():
+        assert table[call - 4].shape == (2, 2)
