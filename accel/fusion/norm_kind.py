@@ -103,7 +103,7 @@ class _Probe:
         return cls(module, width, list(parameters), epsilons) if width and epsilons else None
 
     def _random(self, *shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=self.generator, device="cpu", dtype=torch.float32)
+        return torch.randn(shape, generator=self.generator, device="cpu", dtype=torch.float32)
 
     def groups(self) -> list[int]:
         """Numbers of groups that the module may mean: one, or what its own numbers say of count or size."""

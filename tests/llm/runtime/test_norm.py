@@ -184,6 +184,10 @@ def test_norms_are_told_by_what_they_compute():
     assert norm_kind(nn.LayerNorm(12, elementwise_affine=False), 12).weight is None
 
 
-@pytest.mark.parametrize("module", [Twice(12), Halved(12), nn.Linear(12, 12), nn.ReLU(), nn.GroupNorm(2, 12)], ids=repr)
+@pytest.mark.parametrize(
+    "module",
+    [Twice(12), Halved(12), nn.Linear(12, 12), nn.ReLU(), nn.GroupNorm(2, 12), nn.BatchNorm1d(12)],
+    ids=repr,
+)
 def test_what_is_no_norm_is_not_taken_for_one(module):
     assert norm_kind(module, 12) is None
