@@ -33,7 +33,8 @@ NOT_CAUSAL = "its attention mask is not causal"
 OTHER_TURNS = "its heads are turned by other angles than those of a text"
 OTHER_TOKENS = "its layers are given other tokens than the model"
 OF_ONE_CALL = (NOT_CAUSAL, OTHER_TURNS, OTHER_TOKENS)  # which another one with the same arguments may not be
-PLACES = ("position_ids", "cache_position", "logits_to_keep")  # of tokens: handed on also where nobody reads them
+# Of tokens and pictures: handed on also where nobody reads them.
+PLACES = ("position_ids", "cache_position", "logits_to_keep", "image_sizes")
 
 
 class CheckedStep(Step):
