@@ -125,35 +125,28 @@ def lift(model: nn.Module) -> Callable[[], None] | None:
 
 def _lift_dispatch(model: nn.Module) -> Callable[[], None] | None:
     """By accelerate: `device_map` with parts on the CPU, or sequential offload."""
-    hooks = [hook_of(module) for module in model.modules()]
-    moving = [hook for hook in hooks for one in getattr(hook, "hooks", (hook,)) if is_hook(one, ALIGNING)]
-    if not moving:  # hooks that move no weights are taken off too: a stretch of layers is not called one by one
+    hooks = [one for hook in map(hook_of, model.modules()) for one in getattr(hook, "hooks", (hook,))]
+    held = [one for one in hooks if is_hook(one, ALIGNING)]
+    if not held:  # hooks that move no weights are taken off too: a stretch of layers is not called one by one
         return None
     import accelerate
 
     device_map = getattr(model, "hf_device_map", None)
-    if any(map(_not_in_ram, moving)) or "disk" in (device_map or {}).values():
+    if any(map(_not_in_ram, held)) or "disk" in (device_map or {}).values():
         raise ValueError("some of its weights are on a disk, or nowhere: load it with RAM for all of them")
     accelerate.hooks.remove_hook_from_module(model, recurse=True)
     vars(model).pop("hf_device_map", None)
+    moving = next((one for one in held if one.offload), held[0])  # the model's own only brings results back
+    given: dict[str, Any] = {"offload_buffers": moving.offload_buffers}
     if device_map is None:
-        return partial(_align_again, model, moving[0])
-    return partial(accelerate.dispatch_model, model, device_map, force_hooks=True)
+        return partial(accelerate.cpu_offload, model, moving.execution_device, **given)
+    return partial(accelerate.dispatch_model, model, device_map, skip_keys=moving.skip_keys, force_hooks=True, **given)
 
 
 def _not_in_ram(hook: Any) -> bool:
     """Whether weights would not come back where the hook is taken off, or would be read from files."""
-    held = [one for one in getattr(hook, "hooks", (hook,)) if is_hook(one, ALIGNING)]
-    loaders = [getattr(one.weights_map, "dataset", None) for one in held]
-    devices = [device for one in held for device in getattr(one, "original_devices", {}).values()]
-    return any(getattr(loader, "index", None) for loader in loaders) or torch.device("meta") in devices
-
-
-def _align_again(model: nn.Module, hook: Any) -> None:
-    import accelerate
-
-    first = next(one for one in getattr(hook, "hooks", (hook,)) if is_hook(one, ALIGNING))
-    accelerate.cpu_offload(model, first.execution_device, offload_buffers=bool(model._parameters))
+    files = getattr(getattr(hook.weights_map, "dataset", None), "index", None)
+    return bool(files) or torch.device("meta") in getattr(hook, "original_devices", {}).values()
 
 
 def _lift_groups(model: nn.Module) -> Callable[[], None] | None:
