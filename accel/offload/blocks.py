@@ -6,6 +6,7 @@ from itertools import chain
 import torch
 from torch import nn
 
+from accel.libraries.adapters import BASE
 from accel.libraries.hooks import forward_slots
 from accel.offload.budget import WeightSizes
 from accel.offload.call_hooks import streamed_model
@@ -87,6 +88,8 @@ def streamable(model: nn.Module, blocks: dict[str, nn.Module]) -> list[list[torc
     shared = first | {id(one) for tensors in held for one in tensors if len(owner[storage_of(one)]) > 1}
     twice = [id(one) for tensors in held for one in tensors]
     shared |= {one for one in twice if twice.count(one) > 1} if len(set(twice)) < len(twice) else set()
+    adapted = [weights_in(one) for one in model.modules() if BASE in one._modules]  # multiplied wherever the base is
+    shared |= {id(one) for own in adapted if any(id(one) in shared for one in own) for one in own}
     return [[one for one in tensors if id(one) not in shared] for tensors in held]
 
 

@@ -5,6 +5,7 @@ import weakref
 
 import torch
 from diffusers import AutoencoderKLLTX2Audio, FluxTransformer2DModel
+from peft import LoraConfig, inject_adapter_in_model
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
 from accel.offload import budget, hooks, placed_model, streamed_model
@@ -13,6 +14,7 @@ from accel.offload.memory import HostBuffer
 from accel.offload.placed_model import PlacedModel
 from accel.offload.ring import Ring
 from accel.planning import memory
+from support.diffusion.tiny_models import make_unet, unet_inputs
 from support.objects.emulated_card import THERE, Addresses
 
 
@@ -107,6 +109,14 @@ def levels():
     return model.eval(), lambda model: model(sound).sample
 
 
+def unet():
+    """One in which keys and values of the prompt are computed together, with adapters on some, and a call of it."""
+    model = make_unet("sdxl")
+    inject_adapter_in_model(LoraConfig(r=2, target_modules=["to_v"], init_lora_weights=False), model)
+    given = unet_inputs(model)
+    return model.eval(), lambda model: model(**given).sample
+
+
 def beginnings(ids):
     """A mask that shows fewer tokens in each row than in the one before."""
     return (torch.arange(ids.shape[1]) < ids.shape[1] - 2 * torch.arange(len(ids))[:, None]).long()
@@ -119,6 +129,13 @@ def stored(model):
 def same(model, wanted):
     assert model.state_dict().keys() == wanted.keys()
     assert all(torch.equal(tensor, wanted[name]) for name, tensor in model.state_dict().items())
+
+
+def aligning_hooks(model):
+    """What accelerate's hooks do that bring weights to where they are read."""
+    found = (one._hf_hook for one in model.modules() if hasattr(one, "_hf_hook"))
+    held = [vars(one) for hook in found for one in getattr(hook, "hooks", (hook,))]
+    return [(one["execution_device"], one["offload_buffers"], one["skip_keys"]) for one in held]
 
 
 def within(model, share, room=0):
