@@ -266,7 +266,12 @@ class StreamedModel(PlacedModel):
     def _begin_call(self, part: str, given: tuple) -> None:
         self.lock.acquire()
         self.caller, self.part, self.size = threading.get_ident(), part, elements(given)
-        if self.arena is not None and not where_left(self.pieces, weights_in(self.model)):
+        weights = weights_in(self.model)
+        if any(one.is_meta for one in weights):  # another offload brings them to each call
+            self.bring_back()
+            self.pieces = []
+            return
+        if self.arena is not None and not where_left(self.pieces, weights):
             self.leave()  # somebody has moved or exchanged weights
         if self.arena is not None:
             self._place()

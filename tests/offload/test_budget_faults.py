@@ -3,11 +3,13 @@
 import copy
 import pickle
 import threading
+from functools import partial
 
 import psutil
 import pytest
 import torch
-from accelerate import disk_offload
+from accelerate import cpu_offload, disk_offload
+from accelerate.hooks import remove_hook_from_submodules
 from diffusers import FluxTransformer2DModel
 
 import accel
@@ -202,6 +204,21 @@ def test_blocks_are_what_is_called():
     called = [torch.nn.Sequential(torch.nn.Linear(2, 2)), torch.nn.MultiheadAttention(2, 1)]
     model = torch.nn.ModuleDict({"levels": torch.nn.ModuleList([torch.nn.ModuleList(called)])})
     assert list(streaming_blocks(model)) == ["levels.0.0", "levels.0.1"]
+
+
+@torch.no_grad()
+def test_another_offload_on_top_brings_what_streamed():
+    model, call = flux()
+    before, wanted = stored(model), call(accel.optimize(copy.deepcopy(model)))
+    accel.optimize(model, memory=within(model, 0.3))
+    call(model)
+    for change in (partial(cpu_offload, execution_device=torch.device("cpu")), remove_hook_from_submodules):
+        change(model)
+        for _ in range(2):
+            assert float((call(model) - wanted).abs().max()) < 1e-5
+    assert streamed(model).pieces
+    accel.restore(model)
+    same(model, before)
 
 
 @torch.no_grad()
