@@ -113,8 +113,8 @@ def _on_meta(model: nn.Module) -> bool:
 
 
 def nbytes(model: nn.Module) -> int:
-    """Of its weights, each counted once."""
-    return sum(one.nbytes for one in weights_in(model))
+    """Of its weights, each counted once, and once what lies in the same memory, as tied ones under accelerate's offload."""
+    return sum({one.data_ptr() or id(one): one.nbytes for one in weights_in(model)}.values())
 
 
 def pieces(model: nn.Module) -> list[tuple[str, Layout]]:

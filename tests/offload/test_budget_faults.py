@@ -204,6 +204,9 @@ def test_blocks_are_what_is_called():
     called = [torch.nn.Sequential(torch.nn.Linear(2, 2)), torch.nn.MultiheadAttention(2, 1)]
     model = torch.nn.ModuleDict({"levels": torch.nn.ModuleList([torch.nn.ModuleList(called)])})
     assert list(streaming_blocks(model)) == ["levels.0.0", "levels.0.1"]
+    tied = torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False), torch.nn.Linear(2, 2, bias=False))
+    tied[1].weight = torch.nn.Parameter(tied[0].weight.data)  # as accelerate leaves them
+    assert nbytes(tied) == nbytes(tied[0]) == 16 and nbytes(tied.to("meta")) == 32
 
 
 @torch.no_grad()
