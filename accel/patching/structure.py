@@ -19,7 +19,8 @@ from accel.patching.owner import OWNER, InstanceMethod
 
 # Packages whose modules compute the same for inputs of any size, keep no state, and may be run in a trial.
 LIBRARIES = {
-    "accel", "bitsandbytes", "diffusers", "huggingface_hub", "optimum", "peft", "torch", "torchao", "transformers",
+    "accel", "bitsandbytes", "diffusers", "gptqmodel", "huggingface_hub", "optimum", "peft", "torch", "torchao",
+    "transformers",
 }  # fmt: skip
 LIBRARIES |= sys.stdlib_module_names  # whose decorators they use
 

@@ -44,6 +44,13 @@ def test_an_encoder_gives_what_stock_gives(family):
     assert "a sequence that is all padding" in fallbacks(model)
 
 
+def test_methods_that_gptqmodel_replaces_are_a_librarys(monkeypatch):
+    name, places = "get_expanded_tied_weights_keys", {"__name__": "gptqmodel.utils.hf"}
+    exec(f"def {name}(self, **given): return {{}}", places)
+    monkeypatch.setattr(t.PreTrainedModel, name, places[name])
+    assert encoder_of(optimized("Bert")[0])
+
+
 @pytest.mark.parametrize("family", ["Bert", "DistilBert", "ModernBert"])
 def test_padding_is_left_out_where_a_head_does_not_see_it(family, monkeypatch):
     rows = []
