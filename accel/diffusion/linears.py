@@ -11,7 +11,7 @@ from accel.diffusion.dit.block import innermost_blocks
 from accel.libraries.adapters import BASE
 from accel.patching.structure import holds, plain
 from accel.quantization.activations import weight_dtype_of
-from accel.quantization.linears import base_modules, size_reason
+from accel.quantization.linears import already, base_modules, size_reason
 from accel.quantization.module import QuantizedLinear
 from accel.quantization.scheme import Scheme
 
@@ -45,7 +45,7 @@ def denoiser_linears(model: nn.Module, scheme: Scheme) -> DenoiserLinears:
     for path, module in base_modules(model, "", set()):
         if not isinstance(module, nn.Linear):
             continue
-        if module in sensitive and type(module) is not QuantizedLinear:
+        if module in sensitive and already(module) is None and module.weight.is_floating_point():
             kept[path] = sensitive[module]
             continue
         if len([name for name in path.split(".") if name != BASE]) < 2:
@@ -81,9 +81,7 @@ def refuses_rounding(module: QuantizedLinear, activations: str) -> str | None:
 
 
 def _refuses(module: nn.Linear, scheme: Scheme) -> str | None:
-    if type(module) is QuantizedLinear:
-        return f"is {module.scheme} already"
-    if (reason := plain(module, nn.Linear)) is not None:
+    if (reason := already(module) or plain(module, nn.Linear)) is not None:
         return reason
     weight = module._parameters.get("weight")
     if type(weight) is not nn.Parameter or not weight.is_floating_point() or weight.is_meta:

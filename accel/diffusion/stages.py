@@ -131,7 +131,7 @@ def _share(root: nn.Module, records: list[dict], kept: Collection[str], before: 
     """What became of the bytes of the model, for the report. kept: paths of linears."""
     linear = sum(row["bytes_before"] for row in records)
     after = before - linear + sum(row["bytes_after"] for row in records)
-    sensitive = sum(root.get_parameter(f"{path}.weight").nbytes for path in kept)
+    sensitive = sum(root.get_submodule(path).weight.nbytes for path in kept)
     others = [f"convolutions, {_bytes(root, _ConvNd) / before:.0%},"]
     others += [f"{len(kept)} linears that modulate or lie in no block, {sensitive / before:.0%},"] if kept else []
     became = f"{before / 1e6:,.1f} MB become {after / 1e6:,.1f}"

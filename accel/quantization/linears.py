@@ -6,6 +6,9 @@ from typing import TYPE_CHECKING, TypeAlias
 from torch import nn
 
 from accel.libraries.adapters import BASE
+from accel.quantization.formats.stored import StoredWeight
+from accel.quantization.formats.stored_weight import read_stored
+from accel.quantization.module import QuantizedLinear
 from accel.quantization.scheme import Scheme
 
 if TYPE_CHECKING:
@@ -32,6 +35,14 @@ def nothing_to_quantize(scheme: str, skipped: Mapping[str, str]) -> str:
     """The message that a scheme fits no linear layer of a model, with the first reason."""
     path, reason = next(iter(skipped.items()), ("the model", "no linear layers inside its layers"))
     return f"nothing to quantize as {scheme!r}: {path}: {reason}"
+
+
+def already(module: nn.Module) -> str | None:
+    """That its weight is in fewer bits, ours or another library's, as a reason not to quantize it."""
+    if type(module) is QuantizedLinear:
+        return f"is {module.scheme} already"
+    found = read_stored(module)
+    return f"is {found.weight.format.name} already" if isinstance(found, StoredWeight) else found
 
 
 def size_reason(outputs: int, inputs: int, scheme: Scheme) -> str | None:

@@ -14,6 +14,7 @@ from accel.quantization.module import QuantizedLinear
 from accel.quantization.scheme import Scheme
 from benchmarks.models.tiny_denoisers import DITS, given, transformer
 from support.compatibility.tiny_diffusers_models import build
+from support.diffusion.library_formats import in_blocks
 from support.diffusion.outputs import run
 from support.diffusion.tiny_models import UNETS
 from support.patched import sites
@@ -121,6 +122,21 @@ def test_what_is_in_8_bits_already_is_not_told_to_be_in_16(monkeypatch):
     found = denoiser_linears(model, Scheme.parse("int8"))
     assert set(found.kept) == {"context_embedder", "x_embedder", "proj_out"}
     assert set(found.skipped.values()) == {"is int8 by row already"} and not found.chosen
+
+
+def test_what_came_in_blocks_is_not_told_to_be_in_16_bits():
+    model = in_blocks(build("FluxTransformer2DModel"), "Q8_0", torch.float32)
+    own = model.get_submodule("transformer_blocks.0.ff.net.2")
+    model.set_submodule("transformer_blocks.0.ff.net.2", nn.Linear(own.in_features, own.out_features))
+    first = model.time_text_embed.timestep_embedder
+    first.linear_1 = nn.Linear(first.linear_1.in_features, first.linear_1.out_features)
+    first.linear_1._parameters["weight"] = first.linear_1.weight.detach()  # as diffusers leaves what a file has plain
+    told = sites(accel.optimize(model, weights="int8"), "weights")
+    blocks = {path for path, module in model.named_modules() if type(module).__name__ == "GGUFLinear"}
+    assert len(blocks) > 9 and {path: told[path][1] for path in blocks & told.keys()} == dict.fromkeys(
+        blocks & told.keys(), "is Q8_0 already"
+    )
+    assert told["time_text_embed.timestep_embedder.linear_1"][1] == OUTSIDE and told[""][0] == "patched"
 
 
 def test_a_model_that_calls_the_time_by_a_letter_takes_weights():

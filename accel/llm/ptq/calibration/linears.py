@@ -13,8 +13,7 @@ from accel.llm.recording.recorder import decoder_layers
 from accel.parallel.sharded_layers import local
 from accel.patching.rule import set_data
 from accel.patching.structure import plain
-from accel.quantization.linears import Dense, base_modules, size_reason
-from accel.quantization.module import QuantizedLinear
+from accel.quantization.linears import Dense, already, base_modules, size_reason
 from accel.quantization.scheme import Scheme
 
 STACK = "a stack of matrices, as of experts: only those that accel.optimize(weights=...) can fuse are rounded"
@@ -69,12 +68,9 @@ def _chosen(modules: Iterable[tuple[str, nn.Module]], scheme: Scheme) -> tuple[d
 
 def _refuses(module: Dense, scheme: Scheme) -> str | None:
     """Why it is not quantized, None where it is."""
-    if type(module) is QuantizedLinear:
-        return f"is {module.scheme} already"
-    found = weights(module)
-    if found is not None and found.in_blocks:
-        return f"is {found.stored.weight.format.name} already"
-    if found is None:
+    if (reason := already(module)) is not None:
+        return reason
+    if weights(module) is None:
         return plain(module, nn.Linear, Conv1D) or "its weight is not loaded, or of a type of its own"
     shape = local(module.weight).shape
     outputs, inputs = reversed(shape) if holds_transposed(module) else shape
