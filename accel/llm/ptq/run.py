@@ -19,7 +19,7 @@ from accel.llm.ptq.calibration.batches import batches
 from accel.llm.ptq.calibration.layer_inputs import moved
 from accel.llm.ptq.calibration.linears import heads, linears, weight_matrix
 from accel.llm.ptq.checkpoint import Checkpoint, data_digest, model_digest
-from accel.llm.ptq.formats.saving import SAVE, SaveOverride
+from accel.llm.ptq.formats.saving import SAVE, SaveOverride, mixed
 from accel.llm.recording.record import NotUnderstood
 from accel.llm.recording.recorder import decoder_layers
 from accel.options import ACTIVATIONS, METHODS, STATIC, WEIGHTS, check_activations
@@ -109,6 +109,8 @@ def quantize(
         raise ValueError(nothing_to_quantize(scheme, skipped))
     if out is not None and (getattr(model, ADAPTED, False) or any(BASE in p.split(".") for p in chosen)):
         raise ValueError("out: a model with adapters in it cannot be saved; merge or unload them first")
+    if out is not None and (reason := mixed(model, model.state_dict(), chosen)):
+        raise ValueError(f"out: {reason}")
     data = [] if calibration is None else batches(model, calibration, tokenizer)
     checkpoint, known = None, {}
     if out is not None:

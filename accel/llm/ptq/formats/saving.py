@@ -2,6 +2,8 @@
 
 import copy
 import warnings
+from collections.abc import Iterable
+from itertools import chain
 from typing import Any
 
 import torch
@@ -70,12 +72,8 @@ class SaveOverride(InstanceMethod):
         twin = copy.copy(model)
         for name in (SAVE, "hf_quantizer"):
             vars(twin).pop(name, None)
-        ours = tuple(f"{path}." for path in (*held, *mixtures))
-        if other := [name for name, one in names.items() if _packed(one) and not name.startswith(ours)]:
-            raise ValueError(
-                f"{other[0]} is in the format of another library, and {ours[0]}weight in ours: no folder holds both; "
-                "after accel.restore(model) all is saved as it came"
-            )
+        if reason := mixed(model, names):
+            raise ValueError(f"{reason}; after accel.restore(model) all is saved as it came")
         heads = {path for path, module in held.items() if module is model.get_output_embeddings()}
         written, schemes = _written(_in_parts(names, held), held, heads)
         written |= _stacks(written, mixtures)
@@ -124,6 +122,13 @@ def _quantized(model: PreTrainedModel, names: dict) -> tuple[dict[str, Quantized
         elif type(module) is QuantizedExperts and f"{path}.{next(iter(module.formats))}_scales" in names:
             mixtures[path] = module
     return linears, mixtures
+
+
+def mixed(model: PreTrainedModel, names: dict, more: Iterable[str] = ()) -> str | None:
+    """Why a state dict cannot be saved with what is ours in it, and at these paths too."""
+    ours = tuple(f"{path}." for path in chain(*_quantized(model, names), more))
+    other = next((name for name, one in names.items() if _packed(one) and not name.startswith(ours)), None)
+    return other and f"{other} is in the format of another library, and {ours[0]}weight in ours: no folder holds both"
 
 
 def _packed(tensor: torch.Tensor) -> bool:

@@ -244,6 +244,12 @@ def test_no_folder_holds_two_formats(tmp_path):
     model, _ = prequantized("gptq")
     module = model.model.layers[1].mlp.up_proj
     module.g_idx = (torch.arange(64) < 20).int()
+    before = model.model.layers[0].mlp.up_proj = torch.nn.Linear(64, 96)
+    with pytest.raises(
+        ValueError, match=r"out: .*q_proj\.qweight is in the format of another library, and .*layers\.0"
+    ):
+        accel.quantize(model, "int8", out=tmp_path / "out")
+    assert model.model.layers[0].mlp.up_proj is before
     accel.optimize(model, weights="int8-head")
     with pytest.raises(
         ValueError, match=r"1\.mlp\.up_proj\.qweight is in the format of another library.*accel.restore"
