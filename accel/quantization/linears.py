@@ -42,7 +42,9 @@ def already(module: nn.Module) -> str | None:
     if type(module) is QuantizedLinear:
         return f"is {module.scheme} already"
     found = read_stored(module)
-    return f"is {found.weight.format.name} already" if isinstance(found, StoredWeight) else found
+    if isinstance(found, StoredWeight):
+        return f"is {found.weight.format.name} already"
+    return found and f"is in the format of another library: {found}"
 
 
 def size_reason(outputs: int, inputs: int, scheme: Scheme) -> str | None:
