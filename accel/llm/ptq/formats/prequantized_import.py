@@ -10,6 +10,7 @@ from accel.libraries.code import lacks_kernel
 from accel.patching.rule import ForwardPatch
 from accel.patching.structure import placement
 from accel.quantization.activations import FIXED, SCALE
+from accel.quantization.formats.bitsandbytes import readapt
 from accel.quantization.formats.compressed_tensors import of_package, scheme_of
 from accel.quantization.formats.repacked import Repacked
 from accel.quantization.formats.stored import StoredWeight
@@ -130,6 +131,7 @@ class PrequantizedImport(QuantizedModulePatch):
             new.arrived = None
             self.pairs.pop()
             new.data = new.data.new_empty(0)  # before the next: whoever still holds the layer holds no second copy
+        readapt(self.root)
         for forward in reversed(self.forwards):
             forward.undo()
         self.there = False
