@@ -9,6 +9,7 @@ from torch import nn
 
 from accel.errors import Unfit
 from accel.fusion.host_numbers import FEW, on_host
+from accel.libraries.attention import MASK
 from accel.libraries.generation import ARGUMENTS, LABELS, OUTPUTS, POSITIONS
 from accel.llm.generation.shown_cache import empty
 from accel.llm.kv_cache.store import Store
@@ -35,16 +36,22 @@ def wanted_of(kwargs: dict, config: Any) -> tuple[bool, bool]:
     return use_cache, as_dict
 
 
-def tokens_of(kwargs: dict, width: int, dtype: torch.dtype) -> torch.Tensor:
-    """Of a call: (rows, new) numbers, or (rows, new, width) embeddings of this dtype. Raises Unfit for others."""
+def tokens_of(kwargs: dict, weight: torch.Tensor, alone: bool) -> torch.Tensor:
+    """Of a call: (rows, new) numbers, or (rows, new, C) embeddings as those in this weight. Raises Unfit for others.
+
+    alone: it has no cache; without a mask, the masks of some models then keep texts apart whose positions begin anew.
+    """
     ids, embeds = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
     tokens = ids if embeds is None else embeds
     if type(tokens) is not torch.Tensor or tokens.dim() != (2 if embeds is None else 3) or not tokens.numel():
         raise Unfit("inputs of another form")
-    if embeds is not None and (ids is not None or embeds.shape[-1] != width):
+    if embeds is not None and (ids is not None or embeds.shape[-1] != weight.shape[1]):
         raise Unfit("input_ids besides inputs_embeds, or embeddings of another width")
-    if embeds is not None and embeds.dtype is not dtype:
+    if embeds is not None and embeds.dtype is not weight.dtype:
         raise Unfit("embeddings of another dtype than the model's")
+    places = kwargs.get("position_ids") if alone and kwargs.get(MASK) is None else None
+    if type(places) is torch.Tensor and places.dim() == 2 and bool((on_host(places).diff() != 1).any()):
+        raise Unfit("positions without a mask, which may be those of several texts in a row")
     return tokens
 
 

@@ -110,7 +110,7 @@ class DecoderForward(FastForward):
         kwargs, cache = self.split_cache(args, kwargs)
         given = kwargs.get
         use_cache, as_dict = wanted_of(kwargs, self.module.config)
-        tokens = tokens_of(kwargs, self.embeddings().shape[1], self.embeddings().dtype)
+        tokens = tokens_of(kwargs, self.embeddings(), cache is None)
         if not use_cache and (cache is None or self.partial):
             raise Unfit("no cache")
         cache = new_cache(self.module) if cache is None else cache

@@ -125,11 +125,18 @@ def test_factors_that_layers_are_given_and_a_gate_with_a_bias(monkeypatch):
     assert not accel.report(ours).fallbacks
 
 
-def test_positions_that_the_forward_of_the_model_only_hands_on():
-    """Its own code reads them, around fused layers."""
-    stock = build("whisper", "language")
+@pytest.mark.parametrize(
+    ("name", "section", "every", "why"),
+    [("whisper", "language", 1, None), ("paligemma", "image-text", 2, "several texts in a row")],
+)
+def test_positions_without_a_mask(name, section, every, why):
+    """Own code reads those that a forward only hands on, around fused layers; by others masks may keep texts apart."""
+    stock = build(name, section)
     ours, (ids, _) = accel.optimize(copy.deepcopy(stock)), padded()
-    given = {"position_ids": torch.arange(2, 2 + ids.shape[1])[None]}
+    given = {"position_ids": every * torch.arange(2, 2 + ids.shape[1])[None]}
     with torch.no_grad():
-        torch.testing.assert_close(ours(ids, **given).logits, stock(ids, **given).logits, rtol=0, atol=1e-4)
-    assert reasons(ours) == [""] and not accel.report(ours).fallbacks
+        torch.testing.assert_close(
+            ours(input_ids=ids, **given).logits, stock(input_ids=ids, **given).logits, rtol=0, atol=1e-4
+        )
+    found = [reason for _, reason, _ in accel.report(ours).fallbacks]
+    assert reasons(ours) == [""] and len(found) == bool(why) and all(why in reason for reason in found), found
