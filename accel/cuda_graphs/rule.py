@@ -105,6 +105,8 @@ class GraphForward(FastForward):
         # A decoder's graph would keep the memory of its images while the next model is on the GPU.
         if self.video or (self.holder is not None and comes_to_one_place(self.holder)):
             return self.stock(*args, **kwargs)
+        if self.inner is not None and self.inner.unlike(args, kwargs):
+            return self.stock(*args, **kwargs)
         packed = self.small.packed and not self.small.takes(self.named(args, kwargs))
         if CAPTURED_SOON.get() or packed:
             return self.stock(*args, **kwargs)

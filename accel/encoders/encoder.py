@@ -164,6 +164,10 @@ class EncoderForward(FastForward):
 
         return given | {"use_cache": False, "return_dict": True}, put
 
+    def unlike(self, args: tuple, kwargs: dict) -> bool:
+        """See `OwnCodeForward`; found out while it packs."""
+        return False
+
     def fast(self, *args: Any, **kwargs: Any) -> Any:
         if (late := self.late(args, kwargs)) is not None:
             return late[1](self.fast(**late[0]))

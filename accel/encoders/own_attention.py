@@ -4,10 +4,12 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
+import torch
 from torch import nn
 
 from accel.cuda_graphs.fingerprint import Fingerprint
 from accel.encoders.inputs import Inputs
+from accel.encoders.packing import EMPTY
 from accel.encoders.waiting_scores import FusedProducts, all_computed
 from accel.errors import reason_of
 from accel.in_flight import listening
@@ -34,12 +36,15 @@ class OwnAttention(FastForward):
 
 
 class OwnCodeForward(FastForward):
-    """An encoder around such modules. What waits beside its attentions, shares that nobody asks for, is dropped."""
+    """An encoder around such modules. What waits beside its attentions, shares that nobody asks for, is dropped.
+
+    rounds: numbers of a sequence that is all padding are what rounding makes of them, as Funnel's.
+    """
 
     renewed = ("seen", "reason")
     forgotten = ("seen",)
     inputs: Inputs
-    apart = False  # as of `EncoderForward`
+    apart = rounds = False  # the former as of `EncoderForward`
     seen: Fingerprint | None
     reason: str | None  # why it runs stock, as it is now
 
@@ -50,11 +55,20 @@ class OwnCodeForward(FastForward):
         asked = self.named(args, kwargs).get(ASKED)
         if getattr(self.module.config, ASKED, False) if is_absent(asked) else asked:
             return f"{ASKED}: its attentions run stock"
+        if self.unlike(args, kwargs):
+            return EMPTY
         if self.seen is None or not (self.seen.reachable() and self.seen.holds()):
             looked = any(foreign_hooks(one) or replaced_forward(one) or foreign(one) for one in self.module.modules())
             self.reason = "code of the user's looks into it" if looked else None
             self.seen = Fingerprint(self.module)
         return self.reason
+
+    def unlike(self, args: tuple, kwargs: dict) -> bool:
+        """Whether a call has such a sequence. Waits for the GPU."""
+        mask = self.named(args, kwargs).get(self.inputs.mask) if self.rounds else None
+        if not isinstance(mask, torch.Tensor) or (mask.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return False
+        return not bool(mask.flatten(1).any(1).all())
 
     def fast(self, *args: Any, **kwargs: Any) -> Any:
         token = INSIDE.set(True)

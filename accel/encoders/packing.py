@@ -8,6 +8,7 @@ from accel_kernels.sizes import power_of_two
 
 from accel.errors import Unfit
 
+EMPTY = "a sequence that is all padding"
 SIXTEEN = 16  # steps between two powers of two, and the least step
 
 
@@ -137,7 +138,7 @@ def padded(
     if not shorter:
         return unpadded(x, graph)
     if not least:
-        raise Unfit("a sequence that is all padding")
+        raise Unfit(EMPTY)
     turned = bool(sight.distances and not ordered)
     if turned and not (mirrored and sight.mirrored):
         raise Unfit("padding on no one side, and attention by distances")
