@@ -9,7 +9,10 @@ import transformers as t
 import accel
 from accel.bench.encoders.texts import batched, texts
 from accel.comparison import relative_rms
+from accel.encoders.bidirectional_attention import reach_of
 from accel.libraries.cache import cache_of
+from accel.llm.recording.record import NotUnderstood, window
+from support.llm import multimodal
 
 SIZES = {"vocab_size": 500, "hidden_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4}
 SIZES |= {"intermediate_size": 512, "max_position_embeddings": 600, "num_labels": 64}
@@ -157,3 +160,20 @@ def test_own_code_encodes_for_a_decoder():
         call = {"input_ids": ids[:, :length], "attention_mask": mask[:, :length], "max_new_tokens": 6}
         assert torch.equal(model.generate(**call), stock.generate(**call))
     assert not accel.report(model).fallbacks
+
+
+@torch.no_grad()
+def test_what_is_tried_reads_no_table_behind_its_end():
+    """Which on a CPU is an error that is caught, and here the end of the process."""
+    seen = torch.ones(2, 7, dtype=torch.bool, device="cuda")
+    for found in (reach_of, window):
+        with pytest.raises(NotUnderstood, match="more than positions"):
+            found(lambda row, head, query, key: seen[row, key] & (key <= query))
+    config = t.RobertaConfig(**SIZES, type_vocab_size=1, pad_token_id=5, is_decoder=True)
+    for model in (
+        t.RobertaForCausalLM(config),
+        multimodal.MODELS["glm4v"]()[0],
+        t.T5ForConditionalGeneration(t.T5Config()),
+    ):
+        accel.optimize(model.cuda().eval())
+        torch.cuda.synchronize()
