@@ -98,7 +98,7 @@ def sizes_of(model: nn.Module) -> WeightSizes:
     held = streamed_model(model)
     if held is not None and held.pieces:
         return held.sizes
-    blocks = streamable(model, streaming_blocks(model)) if not on_meta(weights_in(model)) else _on_paper(model)
+    blocks = streamable(model, streaming_blocks(model)) if not any_on_meta(weights_in(model)) else _on_paper(model)
     moved = tuple(sum(one.nbytes for one in tensors) for tensors in blocks)
     experts = next((experts_in(one)[0] for one in stacked_experts(model).values()), 0)
     return WeightSizes(nbytes(model) - sum(moved), moved, experts)
@@ -108,13 +108,13 @@ def _on_paper(model: nn.Module) -> list[list[torch.Tensor]]:
     return [[one for one in weights_in(block) if one.dim() > 1] for block in streaming_blocks(model).values()]
 
 
-def on_meta(weights: list[torch.Tensor]) -> bool:
+def any_on_meta(weights: list[torch.Tensor]) -> bool:
     """Whether some have no numbers: of a model on paper, or one that another offload brings part by part."""
     return any(one.is_meta for one in weights)
 
 
 def nbytes(model: nn.Module) -> int:
-    """Of its weights, each counted once, and once the memory that tied ones share, also where accelerate has untied them."""
+    """Of its weights, each counted once; so is the memory that several share, as tied ones do."""
     return sum({one.data_ptr() or id(one): one.nbytes for one in weights_in(model)}.values())
 
 

@@ -13,7 +13,7 @@ from accel_kernels.capture import stream_of_its_own
 from torch import nn
 
 from accel.errors import Refused
-from accel.offload.blocks import experts_in, on_meta, pieces
+from accel.offload.blocks import any_on_meta, experts_in, pieces
 from accel.offload.budget import BUFFERS, Budget, Measured, WeightSizes, check_fits, room_for_weights, streamed_blocks
 from accel.offload.call_hooks import elements, hook_blocks, hook_model, streamed_model, unhook
 from accel.offload.hot_experts import ExpertTables, HotExperts, stacks_in
@@ -84,7 +84,7 @@ class StreamedModel(PlacedModel):
         """From the GPU to the CPU, whoever has moved it there."""
         if not self.replaced:
             self.bring_back()
-            if on_meta(weights_in(self.model)):
+            if any_on_meta(weights_in(self.model)):
                 self.pieces = []  # another offload brings them to each call
             else:
                 type(self.model).to(self.model, "cpu")  # what came to it on the GPU
@@ -275,7 +275,7 @@ class StreamedModel(PlacedModel):
         if self.arena is not None:
             self._place()
             self._begin()
-        elif self.alone and not on_meta(weights) and not self.enter():
+        elif self.alone and not any_on_meta(weights) and not self.enter():
             raise Refused(f"memory=: the weights cannot be streamed: {self.reason}")
 
     def _begin(self) -> None:
