@@ -127,7 +127,7 @@ def _bytes(root: nn.Module, kinds: type = nn.Module) -> int:
     return sum(p.nbytes for p in {id(p): p for p in held if p is not None}.values())
 
 
-def _share(root: nn.Module, records: list[dict], kept: Collection[str], before: int) -> str:
+def _share(root: Any, records: list[dict], kept: Collection[str], before: int) -> str:
     """What became of the bytes of the model, for the report. kept: paths of linears."""
     linear = sum(row["bytes_before"] for row in records)
     after = before - linear + sum(row["bytes_after"] for row in records)

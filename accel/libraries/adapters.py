@@ -1,11 +1,12 @@
 """What peft leaves on a model: layers around layers, and a mark."""
 
 import copy
+import sys
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import int8, nn
 
 from accel.libraries.code import comes_from
 
@@ -46,6 +47,14 @@ def row_adapters(layer: nn.Module) -> list[str] | None:
         return None
     names = named[0].keywords[ROWS]
     return list(names) if isinstance(names, list | tuple) else None
+
+
+def readapt(root: Any) -> None:
+    """Layers put around ours of bitsandbytes' 8 bits become those that peft has for it: others cannot be merged."""
+    lora: Any = sys.modules.get("peft.tuners.lora") if getattr(root, "is_loaded_in_8bit", False) else None
+    for layer in () if lora is None else root.modules():
+        if type(layer) is lora.Linear and layer.base_layer.weight.dtype == int8:
+            layer.__class__ = lora.Linear8bitLt
 
 
 def own_parts(layer: nn.Module) -> Iterator[nn.Module]:

@@ -1,6 +1,5 @@
 """bitsandbytes' linears of 8 bits, and of 4: NF4 and FP4, their scales in float32 or in 8 bits themselves."""
 
-import sys
 from operator import attrgetter
 from typing import Any
 
@@ -8,7 +7,6 @@ import torch
 from accel_kernels import BlockWeight, Quantized
 from accel_kernels.gemm.blocks.codebook import CODEBOOKS, NESTED, PIECE, Codebook
 from accel_kernels.gemm.quantized_weight import PER_WORD
-from torch import nn
 
 from accel.quantization.formats.repacked import UNROUNDED, Repacked
 from accel.quantization.formats.stored import StoredWeight, as_bytes
@@ -34,14 +32,6 @@ def _int8_weight(module: Any) -> Quantized:
     if scales is None:
         raise ValueError("no scales beside its weight, nor in its state")
     return Quantized.of(module.weight.detach(), scales.detach().float().reshape(-1, 1) / TOP)
-
-
-def readapt(root: nn.Module) -> None:
-    """Adapters put around ours become those that peft puts around 8 bits: others cannot be merged."""
-    lora = sys.modules.get("peft.tuners.lora") if getattr(root, "is_loaded_in_8bit", False) else None
-    for layer in () if lora is None else root.modules():
-        if type(layer) is lora.Linear and read_bitsandbytes8(layer.base_layer) is not None:
-            layer.__class__ = lora.Linear8bitLt
 
 
 def _scales(module: Any) -> torch.Tensor | None:

@@ -15,6 +15,7 @@ from support.llm.edits.places import lora
 from support.llm.families import every, make, padded
 from support.llm.optimized_models import optimized, pair
 from support.llm.outputs import generate, ran_fast, same
+from support.llm.prequantized.models import prequantized
 from support.llm.quantized import held_by, logits, rounded, sites
 
 LATER = ("lora", "two-loras", "lora-with-dropout-and-bias", "peft-model-taken-off", "norm-in-place", "head-in-place",
@@ -110,6 +111,21 @@ def test_an_adapter_stays_through_restore(order):
     accel.restore(ours)
     assert not held_by(ours)
     assert torch.equal(logits(ours)["logits"], logits(stock)["logits"])
+
+
+def test_an_adapter_put_around_ours_is_merged_into_8_bits_after_restore():
+    bitsandbytes, peft = map(pytest.importorskip, ("bitsandbytes.nn", "peft.tuners.lora"))
+    model, _ = prequantized("bitsandbytes")
+    model.is_loaded_in_8bit = True
+    accel.optimize(model)
+    lora("style")(model)
+    accel.restore(model)
+    layer = model.model.layers[0].self_attn.q_proj
+    assert type(layer) is peft.Linear8bitLt and type(layer.base_layer) is bitsandbytes.Linear8bitLt
+    before = layer.base_layer.weight.clone()
+    with pytest.warns(UserWarning, match="rounding errors"):
+        layer.merge()
+    assert not torch.equal(layer.base_layer.weight, before)
 
 
 def test_gradients_reach_an_adapter_over_quantized_weights():

@@ -6,11 +6,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from accel.errors import reason_of
+from accel.libraries.adapters import readapt
 from accel.libraries.code import lacks_kernel
 from accel.patching.rule import ForwardPatch
 from accel.patching.structure import placement
 from accel.quantization.activations import FIXED, SCALE
-from accel.quantization.formats.bitsandbytes import readapt
 from accel.quantization.formats.compressed_tensors import of_package, scheme_of
 from accel.quantization.formats.repacked import Repacked
 from accel.quantization.formats.stored import StoredWeight

@@ -10,7 +10,6 @@ from torch import nn
 import accel
 from accel.quantization.formats.compressed_tensors import read_compressed_tensors
 from accel.quantization.formats.repacked import Repacked
-from support.llm.edits.places import adapted, lora, merge
 from support.llm.families import in_turn, make, padded
 from support.llm.held_out import LiveBytes
 from support.llm.outputs import generate, ran_fast, same
@@ -151,21 +150,6 @@ def test_bitsandbytes_before_and_after_its_first_call(called):
     assert not called or torch.equal(model(ids).logits, before)
     model(ids)
     assert module.state.CB.data_ptr() == module.weight.data_ptr()
-
-
-def test_an_adapter_put_around_ours_is_merged_into_8_bits_afterwards():
-    peft = pytest.importorskip("peft")
-    pytest.importorskip("bitsandbytes")
-    model, _ = prequantized("bitsandbytes")
-    model.is_loaded_in_8bit = True
-    accel.optimize(model)
-    lora("style")(model)
-    accel.restore(model)
-    assert {type(layer) for layer in adapted(model)} == {peft.tuners.lora.Linear8bitLt}
-    wanted = logits(model)
-    with pytest.warns(UserWarning, match="rounding errors"):
-        merge(model)
-    assert not torch.equal(logits(model)["logits"], wanted["logits"])  # the sum is rounded to 8 bits
 
 
 def test_a_half_precision_model_is_compared_in_its_own_dtype():
