@@ -85,12 +85,16 @@ class StoreLayer(DynamicLayer, LayerOfStore):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Adds (rows, heads, new, dim); returns all there is. Raises torch.OutOfMemoryError, and holds what it held."""
+        """Adds (rows, heads, new, dim); returns all there is, contiguous as stock's, which some code takes views of.
+
+        Raises torch.OutOfMemoryError, and holds what it held.
+        """
         if not self._fits(key_states, value_states):
             self.leave()
             return self.update(key_states, value_states, *args, **kwargs)
         self.store.write(self.index, key_states, value_states)
-        return self.seen(key_states.shape[2])
+        keys, values = self.seen(key_states.shape[2])
+        return keys.contiguous(), values.contiguous()
 
     def seen(self, new: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values that an update by so many tokens gives."""
