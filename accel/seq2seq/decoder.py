@@ -42,7 +42,7 @@ from accel.seq2seq.course import Course, StreamOrder
 from accel.seq2seq.fixed_memory import CROSS, OWN, FixedMemory, HeldLayer, HeldWindow, Holding, Length
 from accel.seq2seq.layers import DecoderLayerForward
 from accel.seq2seq.memory_attention import MemoryStep, hiding, up_to
-from accel.seq2seq.step_inputs import MaskByLengths, Masks, TextStep, step_behind
+from accel.seq2seq.step_inputs import HiddenTexts, MaskByLengths, Masks, TextStep, hides_a_text, step_behind
 
 KNOWN = {TOKENS, ENCODED, ENCODER_MASK, MASK, POSITIONS, "use_cache", "return_dict"}
 MADE = ("logits", "decoder_hidden_states")  # of an output; T5Gemma tells the last hidden states unasked
@@ -62,13 +62,13 @@ class Seq2SeqForward(FastForward):
     captures = False  # the encoder and the prompt are run one by one, in which lone sites must pay
     renewed = (
         "cache_name", "lock", "memory", "holding", "used", "declined", "order", "seen", "reason", "biases", "beams",
-        "course", "trusted",
+        "course", "trusted", "hidden_texts",
     )  # fmt: skip
     runner: GraphRunner | None
     masks = Masks()
     whole = True
-    begins = False
-    apart = False
+    begins = apart = False
+    unfit = hides_a_text
     output: type
     width: int
     layers: Sequence[DecoderLayerForward] = ()
@@ -80,6 +80,7 @@ class Seq2SeqForward(FastForward):
     holding: Holding | None
     used: tuple[int, float]  # by which thread, and when
     course: Course
+    hidden_texts: HiddenTexts
     trusted: bool  # the model in this step
     beams: tuple[Callable, int]  # rows of one text, of what an encoder gave as the first says, a weak reference
     declined: set[tuple]  # steps whose graph gains nothing, or is none
@@ -92,7 +93,7 @@ class Seq2SeqForward(FastForward):
         self.declined, self.order = set(), StreamOrder()
         self.seen, self.reason, self.biases = None, None, {}
         self.beams = (lambda: None), 1
-        self.course, self.trusted = Course(), False
+        self.course, self.trusted, self.hidden_texts = Course(), False, HiddenTexts()
 
     def forget(self) -> None:
         super().forget()
@@ -110,8 +111,7 @@ class Seq2SeqForward(FastForward):
         given = self.named(args, with_present_names(type(self.module).forward, kwargs))
         cache = given.pop(self.cache_name, None)
         if is_empty(cache):
-            made = self._first(cache, given)
-            if made is None:
+            if (made := self._first(cache, given)) is None:
                 return self.stock(*args, **kwargs)
         else:
             self._check(given)

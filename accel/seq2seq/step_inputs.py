@@ -1,10 +1,12 @@
 """What a step of the decoder is given, in the forms that a graph of it holds for."""
 
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
+from accel.encoders.packing import EMPTY
 from accel.errors import Unfit
 from accel.libraries.attention import ATTENTION
 from accel.libraries.cache import ENCODED, ENCODER_MASK, MASK, MASK_BESIDE, MASK_OF_FRAMES, POSITIONS, TOKENS
@@ -82,6 +84,28 @@ class TextStep(NamedTuple):
     def key(self) -> tuple:
         """Equal for steps of one graph."""
         return len(self.given.tokens), self.rooms, *(one is None for one in self.given[2:])
+
+
+class HiddenTexts:
+    """Whether a mask, (rows, tokens), hides all of a row. Asked once, as it waits for the GPU."""
+
+    def __init__(self) -> None:
+        self.known: tuple[Callable[[], torch.Tensor | None], int, bool] = (lambda: None), 0, False
+
+    def __call__(self, mask: torch.Tensor) -> bool:
+        version = 0 if mask.is_inference() else mask._version
+        of, then, found = self.known
+        if of() is not mask or then != version:
+            found = not bool(mask.any(-1).all())
+            self.known = weakref.ref(mask), version, found
+        return found
+
+
+def hides_a_text(forward: Any, *args: Any, **kwargs: Any) -> str | None:
+    """Of a text that is all padding, what attention makes of nothing is told by rounding."""
+    mask = forward.named(args, kwargs).get(ENCODER_MASK)
+    known = forward.masks.encoder and type(mask) is torch.Tensor and mask.dim() == 2 and not mask.is_meta
+    return EMPTY if known and forward.hidden_texts(mask) else None
 
 
 def step_behind(model: Any, given: dict[str, Any], start: int, length: int, masks: Masks) -> TextStep:

@@ -8,6 +8,7 @@ import transformers as t
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.modeling_outputs import BaseModelOutput
 
+import accel
 from support.objects.seq2seq import (
     LAYERS,
     MAKES,
@@ -140,3 +141,17 @@ def test_texts_of_pictures(config, steps, attended, monkeypatch):
     call = {"pixel_values": torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))}
     assert_same(model, stock, call, options() | {"decoder_start_token_id": 2, "pad_token_id": 0, "eos_token_id": 1})
     assert len(ran) >= STEPS - 1 and True in attended and not fallbacks(model)
+
+
+@pytest.mark.parametrize("family", ["Bart", "T5"])
+def test_a_text_that_is_all_padding_runs_stock(family):
+    """Its attention sees nothing, of which stock's makes a mean. The next text is seen to be another one."""
+    model, stock = optimized(family)
+    call = source(family)
+    call["attention_mask"][1] = 0
+    assert_same(model, stock, call, options())
+    assert set(fallbacks(model)) == {"a sequence that is all padding"}
+    call["attention_mask"][1, :4] = 1
+    before = [one[2] for one in accel.report(model).fallbacks]
+    assert_same(model, stock, call, options())
+    assert [one[2] for one in accel.report(model).fallbacks] == before
