@@ -12,6 +12,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from accel.parallel.sharded_layers import local
+
 ATEN = torch.ops.aten
 
 
@@ -72,7 +74,7 @@ class WithinTables(TorchDispatchMode):
         operation = getattr(func, "overloadpacket", None)
         for table, dim, numbers in _reads(operation, args):
             if numbers.numel() and not numbers.is_meta:
-                least, most = (int(one) for one in numbers.aminmax())
+                least, most = (int(one) for one in local(numbers).aminmax())
                 if most >= table.shape[dim] or least < (-table.shape[dim] if operation is ATEN.index else 0):
                     raise IndexError(f"numbers from {least} to {most}, of a table with {table.shape[dim]}")
         return func(*args, **(kwargs or {}))
