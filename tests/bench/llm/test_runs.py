@@ -10,6 +10,7 @@ from accel import api
 from accel.bench.llm import cases, runner, single_calls
 from accel.bench.llm.request import PARTS, LlmRequest
 from support.command_line import run_command
+from support.everything import EVERYTHING
 
 ROOT = Path(__file__).parents[3]
 CPU = torch.device("cpu")
@@ -68,6 +69,7 @@ def test_a_whole_run(tmp_path, monkeypatch):
     assert figures["skipped"] == []
 
 
+@pytest.mark.skipif(not EVERYTHING, reason="seconds of work; ACCEL_TEST_EVERYTHING=1 runs it")
 def test_what_loses_beside(tmp_path, monkeypatch):
     monkeypatch.setattr(cases, "PROMPTS", (64,))
     monkeypatch.setattr(cases, "MOST_ROUNDS", 2)

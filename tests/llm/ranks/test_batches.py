@@ -7,6 +7,7 @@ import torch
 from torch.distributed.tensor import placement_types
 
 import accel
+from support.everything import EVERYTHING
 from support.llm.batching.engines import alone
 from support.llm.families import BY_NAME, every
 from support.llm.miniatures.family import VOCAB
@@ -79,6 +80,7 @@ def test_draws_chunks_and_pages_that_run_out_are_those_of_one_process(ranks, sav
     assert failed[0] is None and all(failed[1:]) and len(failed) == 3
 
 
+@pytest.mark.skipif(not EVERYTHING, reason="seconds of work; ACCEL_TEST_EVERYTHING=1 runs it")
 def test_four_ranks(rank_pool, saved_model):
     folder, stock = saved_model("llama-mha")
     found = rank_pool(4).run(batches.several, folder, [(PROMPTS, DRAWN, TIGHT)])

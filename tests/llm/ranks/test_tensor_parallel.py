@@ -9,6 +9,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 import accel
 from accel.tolerances import DRIFT, LOGITS
+from support.everything import EVERYTHING
 from support.llm import families
 from support.llm.batching.engines import alone
 from support.llm.miniatures.family import EVEN_VOCAB
@@ -98,6 +99,7 @@ def test_ranks_write_the_tokens_of_one_process(name, size, divided, options, ran
         assert collectives["all_reduce"] == STEPS * (sums(model) - 1 + words)
 
 
+@pytest.mark.skipif(not EVERYTHING, reason="seconds of work; ACCEL_TEST_EVERYTHING=1 runs it")
 def test_a_deep_model_whose_rounding_is_beyond_the_bound(rank_pool, tmp_path):
     """What each rank measures is the same to the bit, and so is what it does after."""
     model_of("llama", num_hidden_layers=10, vocab_size=EVEN_VOCAB).save_pretrained(tmp_path)
