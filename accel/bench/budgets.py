@@ -20,9 +20,7 @@ from accel.offload.call_hooks import streamed_model
 
 PROMPT, TOKENS, WARM = 128, 128, 3  # of a text, that are timed, texts before
 EMBEDDED = 50  # times what a model is made with
-
-
-Figures = Iterator[tuple[str, dict]]
+Figures = Iterator[tuple[str, dict]]  # of a place, as they become known
 
 
 @torch.no_grad()
