@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from accel_kernels.attention.packed.packed_rows import ALL, NONE, packed_rows
 from accel_kernels.sizes import power_of_two
 
 from accel.errors import Unfit
@@ -99,9 +100,6 @@ class Sight(NamedTuple):
     alike: bool = False
 
 
-NONE, ONE, ALL = range(3)  # of the rows of padding of a sequence
-
-
 def padded(
     x: torch.Tensor,
     mask: torch.Tensor,
@@ -118,23 +116,18 @@ def padded(
     attend by distances and padding is neither on the right of all nor on the left. And where rows of padding differ to
     which all are alike.
     """
-    batch, length = mask.shape
-    counts = mask.sum(1)
-    short = counts < length
-    before, behind = mask[:, :-1], mask[:, 1:]
-    ordered, mirrored = (behind <= before).all(), (behind >= before).all()
     unknown = (sight.places or (hidden and not sight.alike)) and not sight.causal
-    alike = ordered.new_zeros(()) if unknown else _alike(x, mask)
-    plain = torch.ones_like(ordered) if plain is None else plain
-    facts = torch.stack([counts.sum(), counts.min(), counts.max(), short.sum(), ordered, mirrored, alike, plain])
-
-    def placed(computed: int, turned: bool = False) -> Packing:
-        more = (torch.zeros_like(counts), short.long(), length - counts)[computed]
-        return (_from_the_end if turned else _placed)(mask, counts, more, _idle(batch, graph))
-
-    likely = NONE if hidden else ALL if sight.places else ONE
-    found = placed(likely)  # while the GPU is still at work
-    total, least, most, shorter, ordered, mirrored, alike, plain = facts.tolist()  # waits for the GPU, once a call
+    found = packed_rows(
+        mask.contiguous(),
+        None if unknown else x,
+        plain,
+        size=bucket(mask.numel()),
+        idle=_idle(len(mask), graph),
+        hidden=hidden,
+        placed=sight.places,
+        turns=sight.distances,
+    )
+    total, most, least, shorter, ordered, mirrored, computed = found.facts.tolist()  # waits for the GPU, once a call
     if not shorter:
         return unpadded(x, graph)
     if not least:
@@ -142,34 +135,14 @@ def padded(
     turned = bool(sight.distances and not ordered)
     if turned and not (mirrored and sight.mirrored):
         raise Unfit("padding on no one side, and attention by distances")
-    if hidden and ordered and plain:
-        found = found._replace(unseen=~mask.view(-1, 1))
-    else:
-        computed = ONE if alike and (turned or not sight.places) else ALL
-        if sight.alike and computed == ALL:
-            raise Unfit("rows of padding that differ, and see each other")
-        found = found if computed == likely and not turned else placed(computed, turned)
-        total, most = (total + shorter, min(most + 1, length)) if computed == ONE else (mask.numel(), length)
-    size, rows = bucket(total), found.rows
-    assert rows is not None
-    padding = F.pad(length - counts, (0, _idle(batch, graph))).int() if sight.alike and found.unseen is None else None
-    return found._replace(longest=_longest(most, graph), size=size, rows=rows[:size], padding=padding)
-
-
-def _placed(mask: torch.Tensor, counts: torch.Tensor, more: torch.Tensor, idle: int) -> Packing:
-    """Of any size. more: (B,), how many tokens of padding are computed of each sequence: all, one for all, or none.
-    idle: sequences without tokens behind the others.
-    """
-    computed, most = counts + more, bucket(mask.numel())
-    starts = F.pad(computed, (1, idle)).cumsum(0)
-    first = starts[: len(mask), None]
-    behind = torch.minimum((~mask).cumsum(1), more[:, None]) - 1
-    places = torch.where(mask, first + mask.cumsum(1) - 1, first + counts[:, None] + behind)
-    unseen = ~mask & (more == 0)[:, None]
-    rows = torch.zeros(most + 1, dtype=torch.int64, device=mask.device)  # the last is for what is not computed
-    rows.scatter_(0, places.masked_fill(unseen, most).flatten(), torch.arange(mask.numel(), device=mask.device))
-    keys = F.pad(counts, (0, idle)).int()
-    return Packing(starts.int(), keys, mask.shape[1], most, rows, places.masked_fill(unseen, 0).flatten())
+    if sight.alike and computed == ALL:
+        raise Unfit("rows of padding that differ, and see each other")
+    size = bucket(total)
+    padding = found.padding if sight.alike and computed != NONE else None
+    unseen = found.unseen if computed == NONE else None
+    return Packing(
+        found.starts, found.keys, _longest(most, graph), size, found.rows[:size], found.places, unseen, turned, padding
+    )
 
 
 def _idle(batch: int, graph: bool) -> int:
@@ -180,22 +153,7 @@ def _longest(length: int, graph: bool) -> int:
     return max(SIXTEEN, power_of_two(length)) if graph else length
 
 
-def _from_the_end(mask: torch.Tensor, counts: torch.Tensor, more: torch.Tensor, idle: int) -> Packing:
-    """As `_placed`, each sequence turned round, so that padding on the left comes last."""
-    found, length = _placed(mask.flip(1), counts, more, idle), mask.shape[1]
-    assert found.rows is not None and found.places is not None
-    rows, places = found.rows + length - 1 - 2 * (found.rows % length), found.places.view(mask.shape).flip(1).flatten()
-    return found._replace(rows=rows, places=places, mirrored=True)
-
-
 def bucket(tokens: int) -> int:
     """As many tokens or a few more: one of sixteen numbers between two powers of two."""
     step = max(SIXTEEN, (1 << tokens.bit_length()) // (2 * SIXTEEN))
     return -(-tokens // step) * step
-
-
-def _alike(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Whether all rows of padding of each sequence are given the same."""
-    first = (~mask).byte().argmax(1)
-    one = x.gather(1, first[:, None, None].expand(-1, 1, x.shape[-1]))
-    return ((x == one).all(-1) | mask).all()

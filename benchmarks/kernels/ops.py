@@ -27,13 +27,15 @@ IN_PLACE = ("causal_convolution", "linear_attention_prompt", "linear_attention_s
 BF16 = ("rowwise", "hopper_gemm", *IN_PLACE)  # all others in float16
 STORED = ("paged_attention", "latent_attention")  # found by address: a copy of the arguments has the same store
 IN_ORDER = ("rowwise", *IN_PLACE, *STORED)  # the ops whose operands come from memory
-# In attention below, in experts and in products; `packed_attention`, `route` and `sample` had studies that are gone.
+# In attention below, in experts and in products; `packed_attention`, `route` and `sample` had studies that are gone;
+# the reference of `packed_rows` waits for the GPU.
 ELSEWHERE = (
     "attention",
     "experts",
     "fp8_linear",
     "int8_linear",
     "packed_attention",
+    "packed_rows",
     "quantize_rows",
     "route",
     "sample",

@@ -7,6 +7,7 @@ kernel, on anything else its plain-torch reference, with the same result up to r
 from accel_kernels.attention.flash_attention import attention
 from accel_kernels.attention.latent.latent_attention import latent_attention
 from accel_kernels.attention.packed.packed_attention import packed_attention
+from accel_kernels.attention.packed.packed_rows import packed_rows
 from accel_kernels.attention.packed.rotated_heads import rotated_heads
 from accel_kernels.attention.paged.kv import KV
 from accel_kernels.attention.paged.paged_attention import paged_attention
@@ -102,6 +103,7 @@ __all__ = [
     "mixture",
     "norm_add",
     "packed_attention",
+    "packed_rows",
     "paged_attention",
     "quantize_rows",
     "quantized_linear",

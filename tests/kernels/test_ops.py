@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 
 # What they give is no rounding of what they are given: tests of their own.
 STATES = ("causal_convolution", "linear_attention_prompt", "linear_attention_step", "selective_scan")  # in place
-NUMBERS = ("quantize_rows", "route", "sample", "timestamp_rule", *STATES)
+NUMBERS = ("packed_rows", "quantize_rows", "route", "sample", "timestamp_rule", *STATES)
 COMPILED = ("hopper_gemm", "linear_geglu")  # no interpreter runs these
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 

@@ -13,10 +13,11 @@ from accel_kernels.warmup import launch, warmup
 from torch.utils import _pytree as pytree
 
 # None of them rounds once what it is given, or one GPU alone runs it: test_int8_linear.py, test_hopper_gemm.py,
-# test_route.py, test_sample.py, test_timestamp_rule.py; or it writes into what it reads: test_recurrent.py
+# test_packed_rows.py, test_route.py, test_sample.py, test_timestamp_rule.py; or it writes into what it reads:
+# test_recurrent.py
 NUMBERS = (
     "causal_convolution", "fp8_linear", "hopper_gemm", "linear_attention_prompt", "linear_attention_step",
-    "quantize_rows", "route", "sample", "selective_scan", "timestamp_rule",
+    "packed_rows", "quantize_rows", "route", "sample", "selective_scan", "timestamp_rule",
 )  # fmt: skip
 CASES = [
     pytest.param(op, case, id=f"{op.name}-{case.name}") for op in OPS if op.name not in NUMBERS for case in op.cases
