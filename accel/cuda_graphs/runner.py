@@ -83,28 +83,23 @@ class GraphRunner:
         return self.states.now
 
     def __call__(
-        self,
-        eager: Callable,
-        args: tuple,
-        kwargs: dict,
-        variant: tuple = (),
-        constant: LoopConstant | None = None,
-        pending: Replayed | None = None,
-        without_graph: Callable | None = None,
-    ) -> Any:
+        self, eager: Callable, args: tuple, kwargs: dict, variant: tuple = (), constant: LoopConstant | None = None,
+        pending: Replayed | None = None, without_graph: Callable | None = None, looked: Fingerprint | None = None,
+    ) -> Any:  # fmt: skip
         """eager(*args, **kwargs), or the replay of its graph.
 
         variant: plain values that it depends on too. pending: what `begin` has launched with equal arguments, for which
         the current stream waits. without_graph: a cheaper way than eager without a graph, which a graph has to beat.
+        looked: what `look` has just given.
         """
         with self.adapters.used():
             if pending is not None and self._stands(pending, variant):
                 return pending.outputs
             with whole_runs(self.module, eager) as run:
-                return self._call(run, args, kwargs, variant, constant, without_graph)
+                return self._call(run, args, kwargs, variant, constant, without_graph, looked)
 
     def _call(
-        self, eager: Callable, args: tuple, kwargs: dict, variant: tuple, constant: Any, without_graph: Callable | None
+        self, eager: Callable, args: tuple, kwargs: dict, variant: tuple, constant: Any, without_graph: Any, looked: Any
     ) -> Any:
         device = next(self.module.parameters()).device
         leaves, spec = pytree.tree_flatten((args, kwargs))
@@ -112,11 +107,7 @@ class GraphRunner:
             variant = (*variant, "prompt kept")
         key = key_of(leaves, spec, variant)
         with self.pool.lock:
-            fingerprint = self.fingerprint
-            if not self.trusting and not self.adapters.seem():  # a replay in vain would take longer than to look
-                self.adapters.read()
-            if fingerprint is None or not fingerprint.reachable():
-                fingerprint = self._renew()
+            fingerprint: Fingerprint = looked if looked is self.fingerprint and looked is not None else self.look()
             entry = self._entry(key)
             if entry is not None and entry.graph is not None:
                 # Replay first, look for changes while the GPU is at work; a replay of what has changed since is
@@ -166,6 +157,14 @@ class GraphRunner:
             entry.factor = self.adapters.factor
             entry.eager_calls *= not self.adapters.fresh
         return outputs
+
+    def look(self) -> Fingerprint:
+        """The module as it is, whose graphs read no memory given back since; for a call that is about to come."""
+        with self.adapters.used(), self.pool.lock:
+            if not self.trusting and not self.adapters.seem():  # a replay in vain would take longer than to look
+                self.adapters.read()
+            now = self.fingerprint
+            return self._renew() if now is None or not now.reachable() else now
 
     def _settle(self, entry: Entry | None, asked: dict, device: torch.device, cold: bool) -> None:
         """Runs trials that the call has asked for: all after the very first call, else some, for a short time.

@@ -18,7 +18,7 @@ from accel.cuda_graphs.runner import GraphRunner
 from accel.cuda_graphs.small_calls import SmallCalls
 from accel.encoders.inputs import GRIDS, SHOWN, SOUNDS, TEXT, Inputs, pad_token
 from accel.encoders.late_cache import LateCache
-from accel.encoders.packing import Packing, Sight, padded, unpadded
+from accel.encoders.packing import PaddedRows, Sight, padded, reads_positions, unpadded
 from accel.encoders.picture_sizes import PictureSizes
 from accel.encoders.recording import layers_in
 from accel.encoders.stack import HIDDEN_STATES, EncoderLayerForward, EncoderStep
@@ -35,6 +35,7 @@ from accel.patching.fast_forward import FastForward, as_written
 from accel.patching.structure import CallersHook, foreign, foreign_hooks, replaced_forward
 
 OUTPUTS = ("output_attentions", "output_router_logits", HIDDEN_STATES)
+ALIKE_AGAIN = 31  # calls after one in which rows of padding differed, until it is asked again whether they do
 TOLD = ("starts", "keys", "longest", "mirrored", "padding")  # of a packing, what layers read
 # Of a configuration: what a call may say otherwise, and rows of a table that no layer reads: new tokens change it.
 CALLS = {*OUTPUTS, "use_cache", "return_dict", "vocab_size"}
@@ -51,7 +52,7 @@ class EncoderForward(FastForward):
     code makes of these alone, as keywords; None for nothing that is known.
     """
 
-    renewed = ("seen", "reason", "lock", "sees", "biases")
+    renewed = ("seen", "reason", "lock", "sees", "biases", "differ")
     forgotten = ("seen",)
     root: nn.Module
     inputs: Inputs
@@ -77,6 +78,7 @@ class EncoderForward(FastForward):
     biases: dict[str, tuple[torch.Tensor, torch.Tensor]]  # by path, see `PositionBias.bind`
     longest: float = inf  # of the texts that these are known for
     sees: bool  # whether the caller may see rows of padding
+    differ: int  # calls to come in which these are taken to differ, as they did, by positions of words
 
     def told(self) -> tuple:
         """Numbers and switches of its configuration, and why the attention that it names is none of transformers' own,
@@ -89,7 +91,7 @@ class EncoderForward(FastForward):
     def renew(self) -> None:
         self.names = tuple(inspect.signature(type(self.module).forward).parameters)[1:]
         self.seen, self.reason, self.sees, self.biases = None, None, True, {}
-        self.lock = threading.Lock()
+        self.lock, self.differ = threading.Lock(), 0
 
     @property
     def sight(self) -> Sight:
@@ -181,6 +183,8 @@ class EncoderForward(FastForward):
         stops = range(len(self.order)) if self.streams else self.stops
         step = EncoderStep([self.layers[at] for at in self.order], run, self.biases, stops)
         step.ids = named.get(self.inputs.main)
+        if mask is not None and not self.small and self.inputs.main not in SOUNDS:
+            step.padded = self.padded(mask, step.ids, None)  # so the GPU looks at it while the model's own code begins
         if not self.shows:
             named.pop(self.inputs.mask, None)
         told = {} if self.sizes is None else self.sizes(named[GRIDS])
@@ -196,22 +200,20 @@ class EncoderForward(FastForward):
         hidden, mask = step.rows, step.shown if mask is not None and self.inputs.main in SOUNDS else mask
         if hidden.shape[1] > self.longest:
             raise Unfit(f"a text of more than {self.longest} tokens, and a position bias")
-        # The last is in the graph of a small call.
-        apart = self.runner is None or self.apart or self.calls.unpadded or self.streams
-        graph = not apart and hidden.is_cuda and not torch.cuda.is_current_stream_capturing()
+        graph, runner = self.in_graph(hidden), self.runner
+        looked = None if runner is None or not graph else runner.look()
         if not step.begun or mask is None:
-            step.packing = self.packing(hidden, mask, graph, step.ids)
+            self._pack(step, hidden, mask, graph)
         packing = step.packing
         x = packing.pack(hidden)[None]
+        self._prepare(step)
         for layer, kwargs in step.waiting:
-            if layer.spec.keywords and not layer.inner:
-                layer.bound.attention.prepare(step, kwargs)
             if (starts := layer.attention.starts) is not None:
                 step.packed(kwargs.get(starts), graph)
         given = x, {name: getattr(packing, name) for name in TOLD}, step.prepared()
-        if graph and self.runner is not None:
+        if graph and runner is not None:
             compute = partial(self._layers, step)
-            x = self.runner(compute, given, {}, (step.begun,), without_graph=partial(compute, *given))
+            x = runner(compute, given, {}, (step.begun,), without_graph=partial(compute, *given), looked=looked)
         else:
             x = self._layers(step, *given)
         return packing.unpack(x[0], *step.shape).reshape(step.hidden.shape)
@@ -225,22 +227,47 @@ class EncoderForward(FastForward):
             x = layer.bound(self.kernels, step, x, kwargs)
         return x
 
-    def packing(
-        self, x: torch.Tensor, mask: torch.Tensor | None, graph: bool, ids: torch.Tensor | None = None
-    ) -> Packing:
-        """Of the layers' input, (B, L, C), of these tokens. graph: in one of the sizes that graphs have."""
+    def in_graph(self, x: torch.Tensor) -> bool:
+        """Whether its layers are a graph of their own in this call. The last is in the graph of a small call."""
+        apart = self.runner is None or self.apart or self.calls.unpadded or self.streams
+        return not apart and x.is_cuda and not torch.cuda.is_current_stream_capturing()
+
+    def _prepare(self, step: EncoderStep) -> None:
+        """Has the step hold what layers make of their keywords."""
+        for layer, kwargs in step.waiting:
+            if layer.spec.keywords and not layer.inner:
+                layer.bound.attention.prepare(step, kwargs)
+
+    def _pack(self, step: EncoderStep, x: torch.Tensor, mask: torch.Tensor | None, graph: bool) -> None:
+        """Has the step hold the packing of the layers' input, (B, L, C). graph: in a size that graphs have."""
         if mask is None or self.small:
-            return unpadded(x, graph)
-        mask = mask.flatten(1)
-        if mask.shape != x.shape[:2] or mask.device != x.device:
+            step.packing = unpadded(x, graph)
+            return
+        rows = step.padded or self.padded(mask, step.ids, x)
+        if rows is None or mask.flatten(1).shape != x.shape[:2] or mask.device != x.device:
             raise Unfit("a mask of another shape, or on another device")
-        mask, plain = mask.bool(), None
-        hidden = self.unseen or (not self.sees and self._inside_root())
+        if all(layer.attention.relative is None for layer in self.layers):  # else it hangs on the longest text
+            step.packing = rows.largest
+            self._prepare(step)  # before it waits
+        step.settle(rows.packing(x))
+        if rows.differ and step.ids is not None and not self.apart:
+            self.differ = ALIKE_AGAIN
+
+    def padded(self, mask: torch.Tensor, ids: torch.Tensor | None, x: torch.Tensor | None) -> PaddedRows | None:
+        """Of these tokens. x: what layers are given, None before that is known; then it gives None where it matters."""
+        mask = mask.flatten(1)
+        hidden, shown, plain = self.unseen or (not self.sees and self._inside_root()), mask.bool(), None
         if hidden and not self.unseen and self.pad is not None:
             hidden = ids is not None and ids.shape == mask.shape and pad_token(self.root) == self.pad
             words = ids != self.pad
-            plain = (mask | ~words).all() & (mask & words).any(1).all() if hidden else None
-        return padded(x, mask, hidden, self.sight, graph, plain)
+            plain = (shown | ~words).all() & (shown & words).any(1).all() if hidden else None
+        sight = self.sight
+        known = reads_positions(hidden, sight)
+        if x is None and not known:
+            if not self.differ or ids is None or sight.alike:
+                return None
+            self.differ -= 1
+        return padded(x, shown, hidden, sight, self.in_graph(mask), plain)
 
     def ready(self) -> str | None:
         """Binds the layers to the weights where the model has changed. Returns why they no longer fit it."""

@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from accel_kernels.attention.packed.packed_rows import ALL, NONE, packed_rows
+from accel_kernels.attention.packed.packed_rows import ALL, NONE, PackedRows, packed_rows
 from accel_kernels.sizes import power_of_two
 
 from accel.errors import Unfit
@@ -100,23 +100,70 @@ class Sight(NamedTuple):
     alike: bool = False
 
 
+class PaddedRows(NamedTuple):
+    """Of a padded batch, which the GPU looks at while the host goes on. facts: of `found`, on their way to the host;
+    there: when they have come, None for at once. asked: whether rows of padding are told apart by what they hold.
+    """
+
+    found: PackedRows
+    facts: torch.Tensor
+    there: torch.cuda.Event | None
+    sight: Sight
+    graph: bool
+    asked: bool
+
+    @property
+    def largest(self) -> Packing:
+        """With room for all rows, of which the packing has the first ones."""
+        found = self.found
+        return Packing(found.starts, found.keys, 0, len(found.rows), found.rows, found.places)
+
+    def packing(self, x: torch.Tensor) -> Packing:
+        """Of x, (B, L, C). Waits for the GPU. Raises Unfit for a sequence without tokens, which each attention of
+        torch's treats in a way of its own. It does so too where layers attend by distances and padding is neither on
+        the right of all nor on the left. And where rows of padding differ to which all are alike.
+        """
+        if self.there is not None:
+            self.there.synchronize()
+        total, most, least, shorter, ordered, mirrored, computed = self.facts.tolist()
+        found, sight = self.found, self.sight
+        if not shorter:
+            return unpadded(x, self.graph)
+        if not least:
+            raise Unfit(EMPTY)
+        turned = bool(sight.distances and not ordered)
+        if turned and not (mirrored and sight.mirrored):
+            raise Unfit("padding on no one side, and attention by distances")
+        if sight.alike and computed == ALL:
+            raise Unfit("rows of padding that differ, and see each other")
+        longest, size = _longest(most, self.graph), bucket(total)
+        padding = found.padding if sight.alike and computed != NONE else None
+        unseen = found.unseen if computed == NONE else None
+        return Packing(
+            found.starts, found.keys, longest, size, found.rows[:size], found.places, unseen, turned, padding
+        )
+
+    @property
+    def differ(self) -> bool:
+        """Whether rows of padding were told apart, and differ. Of one whose packing is known."""
+        *_, shorter, _, _, computed = self.facts.tolist()
+        return self.asked and bool(shorter) and computed == ALL
+
+
 def padded(
-    x: torch.Tensor,
+    x: torch.Tensor | None,
     mask: torch.Tensor,
     hidden: bool,
     sight: Sight,
     graph: bool = False,
     plain: torch.Tensor | None = None,
-) -> Packing:
-    """Of x, (B, L, C), of which the mask, (B, L) bool, shows the tokens that others attend to.
+) -> PaddedRows:
+    """Of x, (B, L, C), of which the mask, (B, L) bool, shows the tokens that others attend to. Does not wait.
 
     hidden: nobody sees rows of padding, where it is on the right, and `plain`, () bool, says so too. graph: with as
-    many sequences, and as long ones, as the graph that serves all up to there. Waits for the GPU. Raises Unfit for a
-    sequence without tokens, which each attention of torch's treats in a way of its own. It does so too where layers
-    attend by distances and padding is neither on the right of all nor on the left. And where rows of padding differ to
-    which all are alike.
+    many sequences, and as long ones, as the graph that serves all up to there. x: None where rows of padding differ.
     """
-    unknown = (sight.places or (hidden and not sight.alike)) and not sight.causal
+    unknown = reads_positions(hidden, sight)
     found = packed_rows(
         mask.contiguous(),
         None if unknown else x,
@@ -127,22 +174,16 @@ def padded(
         placed=sight.places,
         turns=sight.distances,
     )
-    total, most, least, shorter, ordered, mirrored, computed = found.facts.tolist()  # waits for the GPU, once a call
-    if not shorter:
-        return unpadded(x, graph)
-    if not least:
-        raise Unfit(EMPTY)
-    turned = bool(sight.distances and not ordered)
-    if turned and not (mirrored and sight.mirrored):
-        raise Unfit("padding on no one side, and attention by distances")
-    if sight.alike and computed == ALL:
-        raise Unfit("rows of padding that differ, and see each other")
-    size = bucket(total)
-    padding = found.padding if sight.alike and computed != NONE else None
-    unseen = found.unseen if computed == NONE else None
-    return Packing(
-        found.starts, found.keys, _longest(most, graph), size, found.rows[:size], found.places, unseen, turned, padding
-    )
+    facts, there = found.facts.to("cpu", non_blocking=True), None
+    if found.facts.is_cuda:
+        there = torch.cuda.Event()
+        there.record()
+    return PaddedRows(found, facts, there, sight, graph, not unknown and x is not None)
+
+
+def reads_positions(hidden: bool, sight: Sight) -> bool:
+    """Whether it does not matter if rows of padding are given the same."""
+    return (sight.places or (hidden and not sight.alike)) and not sight.causal
 
 
 def _idle(batch: int, graph: bool) -> int:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from accel.encoders.bidirectional_attention import BidirectionalSpec
-from accel.encoders.packing import Packing, packed, unpadded
+from accel.encoders.packing import Packing, PaddedRows, packed, unpadded
 from accel.encoders.position_bias import PositionBias
 from accel.encoders.windows import Windows, seen_windows
 from accel.errors import Unfit
@@ -28,14 +28,14 @@ class EncoderStep(Step):
     called since it did so last, of the first one's input and of each one's keywords: all, or those up to one of
     `stops`, numbers of layers behind which somebody looks at what they gave. None where nothing is padding: then each
     runs when it is called, and what it gives may be looked at. begun: layers that have been computed. shape: (B, L) of
-    the call; ids: of its words, where it is given these; packing: of its tokens. biases: see `EncoderForward`; tables:
-    what `bias` has made of them; packings: what `packed` has. windows: of the layer that runs; seen: those of layers
-    before, by what their code was told.
+    the call; ids: of its words, where it is given these; padded: what the GPU was asked of its mask; packing: of its
+    tokens. biases: see `EncoderForward`; tables: what `bias` has made of them; packings: what `packed` has. windows: of
+    the layer that runs; seen: those of layers before, by what their code was told.
     """
 
     __slots__ = (
-        "begun", "biases", "calls", "hidden", "ids", "layers", "packing", "packings", "run", "seen", "shape", "stops",
-        "tables", "windows",
+        "begun", "biases", "calls", "hidden", "ids", "layers", "packing", "packings", "padded", "run", "seen", "shape",
+        "stops", "tables", "windows",
     )  # fmt: skip
     packing: Packing
     windows: Windows
@@ -55,10 +55,20 @@ class EncoderStep(Step):
         self.calls: list[dict[str, Any]] = []
         self.hidden: torch.Tensor | None = None
         self.ids: torch.Tensor | None = None
+        self.padded: PaddedRows | None = None
 
     def prepared(self) -> tuple[list[tuple[torch.Tensor, ...]], list[torch.Tensor]]:
         """The rotations that were made so far, and where sequences begin as layers were told."""
         return [made for _, made in self._angles.values()], [one.starts for _, one in self.packings.values()]
+
+    def settle(self, packing: Packing) -> None:
+        """Takes this, of which rotations were made for more tokens."""
+        self.packing = packing
+        cut = {
+            key: (source, tuple(one[0, : packing.size][None] for one in made))
+            for key, (source, made) in self._angles.items()
+        }
+        self._angles = cut
 
     def prepare(self, angles: list[tuple[torch.Tensor, ...]], starts: list[torch.Tensor]) -> None:
         """Takes these in their place, and makes tables anew: a graph has its own."""

@@ -124,6 +124,9 @@ def whole_runs(module: nn.Module, forward: Callable) -> Iterator[Callable]:
     So are all inside together: a graph, which the host knows nothing of, leaves other blocks in the buffers.
     """
     streamed = streamed_model(module)
+    if streamed is None:
+        yield forward
+        return
 
     @wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -131,11 +134,9 @@ def whole_runs(module: nn.Module, forward: Callable) -> Iterator[Callable]:
         streamed.end_run()
         return result
 
-    if streamed is not None:
-        streamed.end_run()
-    yield forward if streamed is None else run
-    if streamed is not None:
-        streamed.end_run()
+    streamed.end_run()
+    yield run
+    streamed.end_run()
 
 
 def elements(given: Any) -> int:

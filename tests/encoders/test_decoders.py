@@ -42,8 +42,8 @@ def test_a_decoder_makes_its_cache_when_somebody_looks_into_it():
 def test_a_decoder_with_a_class_for_its_last_word_leaves_padding_out():
     model, stock = optimized("Qwen3", "ForSequenceClassification", pad_token_id=0)
     forward, rows = encoder_of(model), []
-    packing = forward.packing
-    forward.packing = lambda *given: rows.append(packing(*given)) or rows[-1]
+    pack = forward._pack
+    forward._pack = lambda step, *given: pack(step, *given) or rows.append(step.packing)
     for side in ("right", "left"):
         assert_same(model, stock, **padded_ids(side))
     assert_same(model, stock, **padded_ids("right", pad=5))  # its class is that of a row of padding
@@ -64,7 +64,8 @@ def test_rows_of_padding_before_a_text_are_computed_once_where_they_see_nothing(
     call["input_ids"] = call["input_ids"].masked_fill(call["attention_mask"] == 0, 0)
     assert_same(model, stock, **call)
     with torch.no_grad():
-        packed = encoder_of(model).packing(model.embed_tokens(call["input_ids"]), call["attention_mask"], False)
+        x = model.embed_tokens(call["input_ids"])
+        packed = encoder_of(model).padded(call["attention_mask"], None, x).packing(x)
     assert int(packed.starts[-1]) == int(call["attention_mask"].sum()) + 2 and packed.mirrored
 
 

@@ -54,13 +54,13 @@ def test_methods_that_gptqmodel_replaces_are_a_librarys(monkeypatch):
 @pytest.mark.parametrize("family", ["Bert", "DistilBert", "ModernBert"])
 def test_padding_is_left_out_where_a_head_does_not_see_it(family, monkeypatch):
     rows = []
-    packing = EncoderForward.packing
+    pack = EncoderForward._pack
 
-    def counted(self, *given):
-        rows.append(packing(self, *given))
-        return rows[-1]
+    def counted(self, step, *given):
+        pack(self, step, *given)
+        rows.append(step.packing)
 
-    monkeypatch.setattr(EncoderForward, "packing", counted)
+    monkeypatch.setattr(EncoderForward, "_pack", counted)
     model, stock = optimized(family, "ForSequenceClassification")
     assert encoder_of(optimized(family, "ForMultipleChoice")[0]).blind
     rows.clear()
@@ -82,7 +82,8 @@ def test_rows_of_padding_that_are_alike_are_computed_once():
     assert_same(model, stock, **call)
     forward = encoder_of(model)
     with torch.no_grad():
-        packed = forward.packing(model.embeddings(call["input_ids"]), call["attention_mask"], False)
+        x = model.embeddings(call["input_ids"])
+        packed = forward.padded(call["attention_mask"], None, x).packing(x)
     assert int(packed.starts[-1]) == int(call["attention_mask"].sum()) + 2
 
 

@@ -24,7 +24,7 @@ def attended(packing):
 @pytest.mark.parametrize("hidden", [False, True])
 @pytest.mark.share(1)
 def test_padded_texts_in_the_size_of_a_graph(hidden):
-    packing = padded(X, MASK, hidden, Sight(False, True, False, True), graph=True)
+    packing = padded(X, MASK, hidden, Sight(False, True, False, True), graph=True).packing(X)
     tokens = int(LENGTHS.sum()) if hidden else X.shape[:2].numel()
     assert (packing.size, len(packing.starts), len(packing.keys)) == (bucket(tokens), 5, 4)  # 3 rows as 4
     assert int(packing.starts[-1]) == tokens and packing.longest == 64 and packing.rows.shape == (packing.size,)
@@ -39,7 +39,7 @@ def test_padded_texts_in_the_size_of_a_graph(hidden):
 
 def test_rows_of_padding_from_which_a_mask_hides_all():
     x, shown = X * MASK[..., None], MASK[:, None] & MASK[..., None]
-    packing = padded(x, MASK, False, Sight(True, False, False, True, alike=True), graph=True)
+    packing = padded(x, MASK, False, Sight(True, False, False, True, alike=True), graph=True).packing(x)
     assert packing.padding.tolist() == [0, 36, 17, 0] and int(packing.starts[-1]) == int(LENGTHS.sum()) + 2
     p = packing.pack(x)[:, None]
     y = packed_attention.reference(
@@ -47,8 +47,10 @@ def test_rows_of_padding_from_which_a_mask_hides_all():
     )
     wanted = (0.25 * x @ x.mT).masked_fill(~shown, torch.finfo().min).softmax(-1) @ (x + 1)
     torch.testing.assert_close(packing.unpack(y, 3, 37), wanted)
+    places = Sight(False, False, False, True)
+    assert [padded(one, MASK, False, places).differ for one in (X, x, None)] == [True, False, False]
     with pytest.raises(Unfit, match="rows of padding that differ"):
-        padded(X, MASK, False, Sight(True, False, False, True, alike=True))
+        padded(X, MASK, False, Sight(True, False, False, True, alike=True)).packing(X)
 
 
 def test_texts_without_padding_in_the_size_of_a_graph():

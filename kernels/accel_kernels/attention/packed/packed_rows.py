@@ -104,10 +104,10 @@ def _case(rand, lengths, length, channels=0, *, left=False, holes=False, alike=F
     mask = at < torch.tensor(lengths, device=rand.device)[:, None]
     mask = mask.flip(1) if left else mask
     mask = mask & (at % 3 > 0) if holes else mask
-    x = rand(len(lengths), length, channels) if channels else None
+    x = rand(len(lengths), length, channels)
     if alike:
         x = torch.where(mask[..., None], x, rand(channels))
-    return (mask, x), {"size": mask.numel() + more} | given
+    return (mask, x if channels else None), {"size": mask.numel() + more} | given
 
 
 MIXED = [10 + 490 * (i * 37 % 64) // 63 for i in range(64)]
