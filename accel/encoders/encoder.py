@@ -202,10 +202,8 @@ class EncoderForward(FastForward):
             raise Unfit(f"a text of more than {self.longest} tokens, and a position bias")
         graph, runner = self.in_graph(hidden), self.runner
         looked = None if runner is None or not graph else runner.look()
-        if not step.begun or mask is None:
-            self._pack(step, hidden, mask, graph)
+        x = self._packed(step, hidden, mask, graph)[None]
         packing = step.packing
-        x = packing.pack(hidden)[None]
         self._prepare(step)
         for layer, kwargs in step.waiting:
             if (starts := layer.attention.starts) is not None:
@@ -238,20 +236,26 @@ class EncoderForward(FastForward):
             if layer.spec.keywords and not layer.inner:
                 layer.bound.attention.prepare(step, kwargs)
 
-    def _pack(self, step: EncoderStep, x: torch.Tensor, mask: torch.Tensor | None, graph: bool) -> None:
-        """Has the step hold the packing of the layers' input, (B, L, C). graph: in a size that graphs have."""
+    def _packed(self, step: EncoderStep, x: torch.Tensor, mask: torch.Tensor | None, graph: bool) -> torch.Tensor:
+        """The layers' input, (B, L, C), by a packing that the step holds from now on, (T, C). graph: in a size that
+        graphs have.
+        """
+        if step.begun and mask is not None:
+            return step.packing.pack(x)
         if mask is None or self.small:
             step.packing = unpadded(x, graph)
-            return
+            return step.packing.pack(x)
         rows = step.padded or self.padded(mask, step.ids, x)
         if rows is None or mask.flatten(1).shape != x.shape[:2] or mask.device != x.device:
             raise Unfit("a mask of another shape, or on another device")
+        step.packing = rows.largest
+        y = step.packing.pack(x)  # before it waits, as what follows
         if all(layer.attention.relative is None for layer in self.layers):  # else it hangs on the longest text
-            step.packing = rows.largest
-            self._prepare(step)  # before it waits
+            self._prepare(step)
         step.settle(rows.packing(x))
         if rows.differ and step.ids is not None and not self.apart:
             self.differ = ALIKE_AGAIN
+        return y[: step.packing.size]
 
     def padded(self, mask: torch.Tensor, ids: torch.Tensor | None, x: torch.Tensor | None) -> PaddedRows | None:
         """Of these tokens. x: what layers are given, None before that is known; then it gives None where it matters."""

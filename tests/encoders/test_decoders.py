@@ -5,6 +5,7 @@ import copy
 import torch
 import transformers as t
 
+from accel.encoders.stack import EncoderStep
 from accel.libraries.cache import cache_argument, cache_of
 from support.objects.encoders import (
     BATCH,
@@ -39,11 +40,11 @@ def test_a_decoder_makes_its_cache_when_somebody_looks_into_it():
     assert fallbacks(model) == [f"{cache_argument(type(stock).forward)} is given", "a cache, into which somebody looks"]
 
 
-def test_a_decoder_with_a_class_for_its_last_word_leaves_padding_out():
+def test_a_decoder_with_a_class_for_its_last_word_leaves_padding_out(monkeypatch):
     model, stock = optimized("Qwen3", "ForSequenceClassification", pad_token_id=0)
-    forward, rows = encoder_of(model), []
-    pack = forward._pack
-    forward._pack = lambda step, *given: pack(step, *given) or rows.append(step.packing)
+    rows = []
+    settle = EncoderStep.settle
+    monkeypatch.setattr(EncoderStep, "settle", lambda step, packing: rows.append(packing) or settle(step, packing))
     for side in ("right", "left"):
         assert_same(model, stock, **padded_ids(side))
     assert_same(model, stock, **padded_ids("right", pad=5))  # its class is that of a row of padding

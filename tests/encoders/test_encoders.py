@@ -54,13 +54,14 @@ def test_methods_that_gptqmodel_replaces_are_a_librarys(monkeypatch):
 @pytest.mark.parametrize("family", ["Bert", "DistilBert", "ModernBert"])
 def test_padding_is_left_out_where_a_head_does_not_see_it(family, monkeypatch):
     rows = []
-    pack = EncoderForward._pack
+    pack = EncoderForward._packed
 
     def counted(self, step, *given):
-        pack(self, step, *given)
+        x = pack(self, step, *given)
         rows.append(step.packing)
+        return x
 
-    monkeypatch.setattr(EncoderForward, "_pack", counted)
+    monkeypatch.setattr(EncoderForward, "_packed", counted)
     model, stock = optimized(family, "ForSequenceClassification")
     assert encoder_of(optimized(family, "ForMultipleChoice")[0]).blind
     rows.clear()

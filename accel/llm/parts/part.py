@@ -62,17 +62,20 @@ class BoundNorm:
 
 
 class Branch(NamedTuple):
-    """What a part of a layer adds to a residual: scale * post(part(h)), without post where it is None."""
+    """What a part of a layer adds to a residual: scale * post(part(h)), without post where it is None. spare: nobody
+    reads the residual behind it.
+    """
 
     part: Callable[..., torch.Tensor]
     h: "NormedInput"
     residual: torch.Tensor
     scale: float
     post: BoundNorm | None
+    spare: bool = False
 
     def added(self, kernels: Kernels, factor: torch.Tensor | None = None) -> torch.Tensor:
         """(residual + it) * factor."""
-        part, h, residual, scale, post = self
+        part, h, residual, scale, post, spare = self
         last, dtype = getattr(part, "down", part), h.x.dtype
         mixes = isinstance(last, BoundLinear) and last.takes_wide(kernels)
         if post is not None and post.gain is not None and mixes and post.gain.dtype == residual.dtype == dtype:
@@ -80,7 +83,8 @@ class Branch(NamedTuple):
             return y if factor is None else y * factor
         wide = residual.dtype != dtype and not (last is part and mixes)
         if post is None and not wide:
-            y = part(kernels, h, residual=residual, scale=scale)
+            more = {"spare": True} if spare and mixes else {}
+            y = part(kernels, h, residual=residual, scale=scale, **more)
         elif wide or post is None or post.norm is None or post.norm.centered or post.norm.bias is not None:
             y = part(kernels, h)
             y = torch.add(residual, y if post is None else post(y), alpha=scale)

@@ -325,8 +325,8 @@ class BoundLayer:
         if h is None or not spec.shared:
             x = x if spec.parallel or spec.attention is None else middle
             h = NormedInput(x, self.before_mlp, self.mlp.times) if normed is None else NormedInput(normed)
-        middle = _times(spec.bases[1], middle)
-        last = Branch(self.mlp, h, middle, second, self.post_mlp)
+        made = normed is not None  # the sum is this layer's own
+        last = Branch(self.mlp, h, _times(spec.bases[1], middle), second, self.post_mlp, made)
         return last.added(kernels, self.factor) if self.after_mlp is None else last.normed(kernels, self.after_mlp)
 
 

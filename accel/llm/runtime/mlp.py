@@ -204,7 +204,8 @@ class BoundMlp:
         """residual + scale * mlp(norm(x)). mixed: as of `part_product`, where it `takes_addend`."""
         if self.module is None:
             x = before.x
-            if self.uneven and x.element_size() == 2 and x.numel() >= PADDED_ROWS * x.shape[-1] and not mixed:
+            many = x.element_size() == 2 and x.numel() >= PADDED_ROWS * x.shape[-1]
+            if self.uneven and many and not mixed.keys() - {"spare"}:
                 return self._padded(kernels, before, residual, scale)
             middle = NormedInput(self._middle(kernels, before), self.inner)
             return self.down(kernels, middle, residual=residual, scale=scale, **mixed)

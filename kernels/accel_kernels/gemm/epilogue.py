@@ -43,6 +43,7 @@ class Epilogue(NamedTuple):
     None. scale: a float, the multiplier of what is added to the residual. modulation: (B, N) or None, a row of it for
     each of B equal parts of the rows of x: the gate of an adaptive norm (Peebles and Xie, "Scalable diffusion models
     with transformers", 2023). addend: (..., N) or None, what others give to the same sum. share: (..., 1) or None.
+    spare: nobody reads the residual behind it, so that the result may take its place.
 
     A sum over ranks, where each has a part of the columns, belongs between the gate and the residual.
     """
@@ -56,6 +57,7 @@ class Epilogue(NamedTuple):
     modulation: torch.Tensor | None = None
     addend: torch.Tensor | None = None
     share: torch.Tensor | None = None
+    spare: bool = False
 
     @property
     def plain(self) -> bool:

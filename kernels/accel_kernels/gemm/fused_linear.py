@@ -53,6 +53,8 @@ def in_passes(x, weight, bias=None, *, norm=None, low_rank=None, linear=torch_li
             y = low_rank.add_to(linear(h, weight, epilogue.bias), h)
         return epilogue.in_passes(weight, lambda *_: y)
     product = with_low_rank(partial(linear, h), h, low_rank, epilogue.up)
+    if plain and epilogue.spare and epilogue.bias is low_rank is None and linear is torch_linear:
+        return linear(h, weight, None, epilogue.residual, out=epilogue.residual)
     if plain:
         return product(weight, epilogue.bias, *(() if epilogue.residual is None else (epilogue.residual,)))
     return epilogue.in_passes(weight, product)

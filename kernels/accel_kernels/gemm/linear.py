@@ -23,8 +23,13 @@ REACH = 2.0  # factor between two numbers of rows up to which torch's own being 
 def torch_linear(x, weight, bias=None, residual=None, gelu=False, out=None):
     """residual + x W^T + b, by torch: one product where there is not both a bias and a residual.
 
-    gelu: GELU of it by the tanh formula, and no residual. out: where it is written and what is returned, if given.
+    gelu: GELU of it by the tanh formula, and no residual. out: where it is written and what is returned, if given;
+    where it is the residual itself nothing is copied.
     """
+    if out is not None and out is residual and bias is None and not gelu and out.is_contiguous():
+        rows = out.view(-1, out.shape[-1])
+        torch.addmm(rows, x.reshape(-1, x.shape[-1]), weight.t(), out=rows)
+        return out
     if out is not None and residual is None and _by_images(out):
         for one, rows in zip(x, out, strict=True):
             torch_linear(one, weight, bias, None, gelu, rows)

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accel_kernels import Norm, Quantized, quantized_linear
+from accel_kernels.gemm.fused_linear import in_passes
 from accel_kernels.gemm.quantized.quantized_linear import CPU_ROWS
 from accel_kernels.gemm.quantized_weight import pack, quantize_weight, unpack
 
@@ -103,3 +104,13 @@ def test_words_that_do_not_lie_in_a_line_are_unpacked():
     assert torch.equal(unpack(words), numbers)
     assert torch.equal(unpack(words.t().contiguous().t()), numbers)
     assert torch.equal(unpack(words[1:, 2:6]), numbers[1:, 16:48])
+
+
+def test_a_sum_takes_the_place_of_a_residual_that_nobody_reads_behind_it():
+    x, weight, residual = drawn(2, 70, 8), drawn(16, 8), drawn(2, 70, 16)
+    wanted = in_passes(x, weight, residual=residual.clone())
+    for bias, place in ((None, True), (drawn(16), False)):
+        given = residual.clone()
+        y = in_passes(x, weight, bias, residual=given, spare=True)
+        assert (y.data_ptr() == given.data_ptr()) is place and torch.equal(given, wanted if place else residual)
+    assert in_passes(x, weight, residual=residual).data_ptr() != residual.data_ptr()
