@@ -108,7 +108,8 @@ def measure_encoder(
     fast, zeros = accel.optimize(beside(stock)), accel.optimize(beside(stock), padding="zeros")
     models = {"stock": stock, "accel": fast, "accel, zeros": zeros}
     if int8:
-        models["accel, int8"] = accel.optimize(beside(stock), weights="int8", activations="int8")
+        # A copy: weights that are quantized go to the host, and those beside it are the same tensors.
+        models["accel, int8"] = accel.optimize(copy.deepcopy(stock), weights="int8", activations="int8")
     some = texts(count, stock.config.vocab_size, LONGEST if device.type == "cuda" else 4 * SHORTEST)
     tokens = sum(map(len, some))
     orders = {"given": batched(some, size, device), "sorted": batched(sorted(some, key=len), size, device)}
