@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from accel.libraries.hooks import casting_hook
+from accel.libraries.hooks import KEEPING, casting_hook
 
 UNIT = 64  # numbers: weights begin at a multiple of it, where those of one product can follow one another
 
@@ -45,6 +45,14 @@ def cast_of(module: nn.Module) -> Cast | None:
     if not known and not all(isinstance(getattr(method, "__self__", None), Around) for method in methods):
         return None
     return Cast(module, hook.storage_dtype, hook.compute_dtype, reference)
+
+
+def uncast(module: nn.Module) -> Any:
+    """What an instance has in its forward's place, beneath what diffusers puts there where weights are cast."""
+    if (cast := cast_of(module)) is not None:
+        return cast.reference.forward
+    keeping = casting_hook(module, KEEPING)
+    return vars(module).get("forward") if keeping is None else keeping[1].original_forward
 
 
 def casts_of(modules: Iterable[object]) -> tuple[Cast, ...]:

@@ -12,6 +12,7 @@ from accel_kernels.gemm.adapters.low_rank_term import LowRankTerm
 from accel_kernels.op import FLOATS
 from torch import nn
 
+from accel.casting import casts_of
 from accel.libraries.adapters import ANOTHER, BASE, BASE_ROW, DOWN, low_rank_scales, own_parts, row_adapters
 from accel.quantization.adapters import BUFFERS, TOKENS, read_low_rank
 from accel.quantization.product import base, device_and_dtype
@@ -110,6 +111,8 @@ def adapters_of(layer: Any, dtype: torch.dtype, whole: bool) -> tuple[LowRank, .
     """Those that are active, or all of them; none of a plain linear; None where buffers cannot hold them."""
     if layer is None or BASE not in layer._modules:
         return None if layer is None else ()
+    if casts_of(own_parts(layer)):  # they lie elsewhere in each call
+        return None
     found = read_low_rank(layer, dtype, whole)
     if not found:
         return found

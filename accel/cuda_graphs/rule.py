@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 from torch.utils import _pytree as pytree
 
-from accel.casting import Cast, cast_of, casts_of, in_place
+from accel.casting import Cast, casts_of, in_place, uncast
 from accel.cuda_graphs.entry import LoopConstant
 from accel.cuda_graphs.fingerprint import Fingerprint
 from accel.cuda_graphs.pays import LiveTurns
@@ -191,7 +191,7 @@ def obstacle(root: nn.Module, stored: bool = False) -> str | None:
         attributes = vars(module)
         where = name or type(root).__name__
         placed = module is root and comes_to_one_place(module)
-        casts = stored and cast_of(module) is not None
+        casts = stored and uncast(module) is not vars(module).get("forward")
         moved = hook_of(module) is not None and not placed
         if moved or (hooks_of(module) and not casts and not only_divides(module, config)):
             reason = moved_by_torch(module)

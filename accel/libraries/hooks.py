@@ -16,7 +16,7 @@ from torch import nn
 HOOK, BENEATH, FORWARD = "_hf_hook", "_old_forward", "forward"  # what accelerate puts on a module
 REGISTRY = "_diffusers_hook"
 WRAPPERS = "diffusers.hooks.hooks"  # where the functions are written that diffusers puts in a forward's place
-CASTING = "diffusers.hooks.layerwise_casting", "LayerwiseCastingHook"
+CASTS, CASTING, KEEPING = "diffusers.hooks.layerwise_casting", "LayerwiseCastingHook", "PeftInputAutocastDisableHook"
 DIVIDING = "diffusers.hooks.context_parallel", ("ContextParallelSplitHook", "ContextParallelGatherHook")
 ALIGNING, OFFLOADING = "AlignDevicesHook", "CpuOffload"  # accelerate's: to where weights lie; of a whole model
 GROUPS = "diffusers.hooks.group_offloading"
@@ -84,15 +84,15 @@ def beneath(module: nn.Module) -> Any:
     for reference in reversed(references(module)):
         if _wrapper(forward) is None:
             break
-        forward = reference.forward
+        forward = reference.original_forward or reference.forward
     return forward
 
 
-def casting_hook(module: nn.Module) -> tuple[Any, Any] | None:
+def casting_hook(module: nn.Module, name: str = CASTING) -> tuple[Any, Any] | None:
     """(hook, reference) where a module's only hook of diffusers casts its weights around each call, and all that stands
-    around its forward is that.
+    around its forward is that. name: or another hook of casting: `KEEPING` has peft not cast inputs to stored weights.
     """
-    kind, hooks = getattr(sys.modules.get(CASTING[0]), CASTING[1], None), hooks_of(module)
+    kind, hooks = getattr(sys.modules.get(CASTS), name, None), hooks_of(module)
     if kind is None or len(hooks) != 1 or len(references(module)) != 1 or type(hooks[0]) is not kind:
         return None
     reference = references(module)[0]

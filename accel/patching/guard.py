@@ -37,6 +37,7 @@ from torch import nn
 from accel.casting import Cast, casts_of
 from accel.errors import reason_of
 from accel.in_flight import GATE
+from accel.libraries.adapters import DOWN
 from accel.libraries.code import GRADIENTS
 from accel.libraries.hooks import REGISTRY
 from accel.patching.code import ClassCode, Code
@@ -174,7 +175,8 @@ class PartsSnapshot(Snapshot):
     def __init__(self, own: nn.Module | None, parts: Parts, code: Code):
         self.reason: str | None = None
         every = [part for part in chain(*parts) if part is not None]
-        self.casts = casts_of(part for part in every if part is not own)
+        each = (part.modules() if hasattr(part, DOWN) else (part,) for part in every if part is not own)
+        self.casts = casts_of(chain.from_iterable(each))
         containers = list(chain.from_iterable(_containers(part, part is own) for part in every))
         for part in parts.fixed:
             held = (value for name, value in getattr(part, "__dict__", {}).items() if name not in BASE)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from accel.casting import cast_of
+from accel.casting import cast_of, uncast
 from accel.libraries.code import KERNEL, comes_from, function_tables
 from accel.libraries.hooks import hook_of
 from accel.libraries.tensor_parallel import rests_without_gradients
@@ -61,12 +61,10 @@ def tampered(module: nn.Module, stored: bool = False, known_hooks: bool = False)
     stored: weights that are stored in fewer bits, and cast around its call, are no reason; see `casting.py`.
     known_hooks: the caller does what its hooks do.
     """
-    attributes = vars(module)
     reason = None if known_hooks else hooked(module)
     if reason is not None:
         return reason
-    cast = cast_of(module) if stored else None
-    own = attributes.get("forward") if cast is None else cast.reference.forward
+    own = uncast(module) if stored else vars(module).get("forward")
     known = stock_method(module, own) or getattr(own, "beneath", False) or rests_without_gradients(module, own)
     if own is not None and not known:
         return f"a replaced forward ({own_forward(module)})"

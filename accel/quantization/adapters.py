@@ -67,7 +67,7 @@ def read_low_rank(layer: Any, dtype: torch.dtype, whole: bool = False) -> tuple[
 def adapts_plain(layer: Any) -> bool:
     """Whether it is a plain linear with nothing but adapters of low rank around it."""
     inner = layer._modules.get(BASE)
-    if inner is None or plain(inner, nn.Linear) is not None or type(inner.weight) is not nn.Parameter:
+    if inner is None or plain(inner, nn.Linear, stored=True) is not None or type(inner.weight) is not nn.Parameter:
         return False
     return read_low_rank(layer, inner.weight.dtype) is not None
 
@@ -88,7 +88,7 @@ def with_adapters(
 
 def _fits(part: Any, dtype: torch.dtype) -> bool:
     """Whether it is a product without a bias, in this dtype or float32."""
-    held = part._parameters if plain(part, nn.Linear) is None else {}
+    held = part._parameters if plain(part, nn.Linear, stored=True) is None else {}
     weight = held.get("weight")
     return type(weight) is nn.Parameter and weight.dtype in (dtype, torch.float32) and held["bias"] is None
 

@@ -154,7 +154,7 @@ def product(linear: Any, x: torch.Tensor | Rows, bias: bool = True, multiply: Ca
         if (term := joint_term((linear,), rows.x)) is not None:
             return adapted_product(rows.normed(), row_tensors(inner), term, multiply)
         adapters = () if inner is linear else low_rank(linear, rows.x)
-        stored = stored_weight(inner) if adapters is not None and tampered(inner) is None else None
+        stored = stored_weight(inner) if adapters is not None and tampered(inner, stored=True) is None else None
         if adapters is None or (inner is linear and stored is None):
             return linear(rows.normed())
         y = product(inner, rows, multiply=multiply) if stored is None else stored(rows.normed())

@@ -7,9 +7,13 @@ import torch
 
 import accel
 from accel.casting import casts_of, in_place
+from accel.cuda_graphs.adapter_buffers import AdapterBuffers
 from accel.cuda_graphs.rule import GraphForward, graph_obstacle
+from benchmarks.models.adapters_soak import case_of, copied
+from benchmarks.models.buffered_calls import buffered
 from support.diffusion.outputs import close, run
 
+peft = pytest.importorskip("peft")
 FP8 = torch.float8_e4m3fn
 
 
@@ -50,3 +54,24 @@ def test_blocks_run_fused_over_stored_weights(tiny, kind, before):
     assert places(model) == here
     accel.restore(model)
     close(run(model, inputs), wanted)
+
+
+@pytest.mark.parametrize("cast_too", [False, True])
+@pytest.mark.parametrize("name", ["flux", "flux Q8_0", "flux nf4", "sdxl"])
+def test_adapters_and_weights_in_blocks_run_fused_beside_stored_ones(name, cast_too):
+    """cast_too: the adapters are stored in 8 bits as well, as diffusers does where it is told what to skip."""
+    stock, call = case_of(name)
+    targets = ["to_q", "to_out.0", "proj_mlp", "net.0.proj"]
+    config = peft.LoraConfig(r=2, target_modules=targets, init_lora_weights=False)
+    peft.inject_adapter_in_model(config, stock).requires_grad_(False).eval()
+    ours = accel.optimize(copied(stock), cpu="fuse")
+    for model in (stock, ours):
+        model.enable_layerwise_casting(FP8, torch.float32, **{"skip_modules_pattern": ("norm",)} if cast_too else {})
+    buffers = AdapterBuffers()
+    with torch.no_grad():
+        wanted = call(stock)
+        for _ in range(2):
+            torch.testing.assert_close(call(ours), wanted)
+        with in_place(casts_of(ours.modules())):
+            torch.testing.assert_close(buffered(buffers, lambda: call(ours)), wanted)
+    assert accel.report(ours).fallbacks == [] and bool(buffers.groups) is not cast_too

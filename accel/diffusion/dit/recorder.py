@@ -16,8 +16,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function_unary
 
+from accel.casting import uncast
 from accel.diffusion.dit.program import Program, Ref, TensorValue, TorchStep, replaced
 from accel.diffusion.dit.ranks.collectives import HiddenCollectives, functional, unwrapped
+from accel.patching.structure import stock_method
 from accel.quantization.adapters import adapts_plain
 from accel.quantization.module import row_tensors
 from accel.quantization.product import base
@@ -65,7 +67,8 @@ def seen_as_steps(layers: Iterable[nn.Module]) -> Iterator[None]:
     """Inside, a call of one of these layers is one call of `call_layer` for whoever watches, whatever it computes; of
     one with adapters of low rank on a plain linear, of `call_adapted`.
     """
-    watched = [layer for layer in layers if "forward" not in vars(layer)]
+    watched = [layer for layer in layers if (own := uncast(layer)) is None or stock_method(layer, own)]
+    casting = [(vars(layer), vars(layer)["forward"]) for layer in watched if "forward" in vars(layer)]
     for layer in watched:
         vars(layer)["forward"] = partial(_call_watched, call_adapted if adapts_plain(layer) else call_layer, layer)
     try:
@@ -73,6 +76,8 @@ def seen_as_steps(layers: Iterable[nn.Module]) -> Iterator[None]:
     finally:
         for layer in watched:
             del vars(layer)["forward"]
+        for attributes, forward in casting:
+            attributes["forward"] = forward
 
 
 def _call_watched(step: Callable, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
