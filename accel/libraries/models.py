@@ -2,6 +2,11 @@
 
 from typing import Any
 
+import torch
+
+# What libraries call the dtype of what an embedding gives whose table is in fewer bits.
+GIVEN = ("compute_dtype", "output_dtype", "dtype")
+
 
 def is_model(obj: object) -> bool:
     """Whether obj is a model of diffusers or transformers, or of a class that somebody derived from theirs."""
@@ -39,6 +44,18 @@ def generates_by_itself(obj: Any) -> bool:
     from accel.libraries.cache import cache_argument
 
     return cache_argument(type(obj).forward) is not None
+
+
+def word_table(model: Any) -> Any:
+    """The weight of a model's input embeddings, (words, width); of one in fewer bits a tensor without memory of its
+    own, where it is and in the dtype that it gives.
+    """
+    table: Any = model.get_input_embeddings()
+    held, known = getattr(table, "_parameters", {}), vars(table) if hasattr(table, "num_embeddings") else {}
+    dtype = next((known[name] for name in GIVEN if isinstance(known.get(name), torch.dtype)), None)
+    if dtype is None or ("weight" in held and held["weight"].is_floating_point()):
+        return table.weight
+    return next(table.parameters()).new_empty(1, dtype=dtype).expand(table.num_embeddings, table.embedding_dim)
 
 
 def denoising_loops(pipe: Any) -> list[Any]:

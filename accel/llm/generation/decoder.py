@@ -18,6 +18,7 @@ from accel.cuda_graphs.runner import GraphRunner
 from accel.libraries.attention import MASK
 from accel.libraries.cache import NAMES, DynamicCache, cache_argument, cache_field, new_cache, with_present_names
 from accel.libraries.hooks import hook_of
+from accel.libraries.models import word_table
 from accel.llm.generation.calling_convention import (
     CallingConvention,
     Unfit,
@@ -212,9 +213,9 @@ class DecoderForward(FastForward):
         return output
 
     def embeddings(self) -> torch.Tensor:
-        """The weight of the input embeddings. Raises Unfit where somebody put something else in their place."""
+        """As of `word_table`. Raises Unfit where somebody put something else in the place of the input embeddings."""
         try:
-            return self.module.get_input_embeddings().weight
+            return word_table(self.module)
         except (AttributeError, NotImplementedError) as error:
             raise Unfit(changed_since("the place of its input embeddings")) from error
 
@@ -328,8 +329,7 @@ class DecoderForward(FastForward):
         return self.runner.adapters if isinstance(self.runner, GraphRunner) else None
 
     def _bind(self, stack: bool) -> str | None:
-        reason = None if self.model_guard is None else self.model_guard.changed()
-        if reason is not None:
+        if self.model_guard is not None and (reason := self.model_guard.changed()) is not None:
             return reason
         if [id(module) for module in self._stack()] != [id(layer.module) for layer in self.layers]:
             return "its layers are not those that were optimized"

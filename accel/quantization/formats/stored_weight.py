@@ -67,7 +67,9 @@ def recognize(module: nn.Module, dtype: torch.dtype) -> Repacked | StoredWeight 
 
 
 def read_stored(module: Any) -> StoredWeight | str | None:
-    """What the first reader gives that knows the module."""
+    """What the first reader gives that knows the module, of those that have inputs and outputs."""
+    if "in_features" not in vars(module):  # as embeddings in the same formats
+        return None
     try:
         found = next((found for read in STORED if (found := read(module)) is not None), None)
         if isinstance(found, StoredWeight) and found.misplaced:

@@ -181,14 +181,15 @@ def test_a_language_model_that_keeps_its_blocks(llama, monkeypatch):
 
     def make():
         model = llama()
-        linears = [name for name, one in model.model.named_modules() if type(one) is torch.nn.Linear]
-        plan = {f"model.{name}.weight": GGML["Q4_K"].code for name in linears}
+        kinds = (torch.nn.Linear, torch.nn.Embedding)
+        plan = {f"{n}.weight": GGML["Q4_K"].code for n, one in model.named_modules() if type(one) in kinds}
         replaced = utils.replace_with_gguf_modules(model, plan, kernels._gguf_kernel, torch.float32)
         for seed, module in enumerate(replaced.values()):
             count = module.weight.numel() // GGML["Q4_K"].bytes
             module.weight.data = random_blocks(GGML["Q4_K"], count, seed, 0.0005).reshape(module.weight.shape)
-        assert len(replaced) == 14
+        assert len(replaced) == 16
         return model
 
-    state = as_stock(make).state_dict()
-    assert state["model.layers.1.mlp.up_proj.weight"].dtype == torch.uint8
+    ours = as_stock(make)
+    assert ours.state_dict()["model.embed_tokens.weight"].dtype == torch.uint8
+    assert all(row[2] == "patched" for row in accel.report(ours).sites if row[1] == "weights")
