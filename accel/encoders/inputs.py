@@ -80,7 +80,7 @@ def inputs_of(module: nn.Module) -> Inputs | None:
 def patch_convolution(model: nn.Module) -> Any:
     """The first of a model over images or video whose windows lie side by side; None for none."""
     found: Iterator[Any] = (
-        one for one in model.modules() if type(one) in (nn.Conv2d, nn.Conv3d) and one.kernel_size == one.stride
+        one for one in model.modules() if isinstance(one, nn.Conv2d | nn.Conv3d) and one.kernel_size == one.stride
     )
     return next((one for one in found if max(one.kernel_size) > 1), None)
 
@@ -168,7 +168,7 @@ def _images(model: Any, inputs: Inputs) -> Iterator[dict[str, Any]]:
         return
 
     if SHAPES in names:
-        patches = next((one for one in model.modules() if type(one) is nn.Linear), None)
+        patches: Any = next((one for one in model.modules() if hasattr(one, "in_features")), None)
         if patches is not None:
             sizes = torch.tensor([[2, 3], [3, 2]], device=device)
             shown = torch.ones(ROWS, 6, dtype=torch.int64, device=device)
