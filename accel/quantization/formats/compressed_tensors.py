@@ -239,9 +239,9 @@ def _group(scheme: Scheme, targets: list[str]) -> dict:
 
 def read_compressed_tensors(module: Any) -> Repacked | str | None:
     """As transformers makes of a folder in this layout, before its first call."""
-    held = held_tensors(module)
-    if not isinstance(module, nn.Linear) or "weight_scale" not in held:
-        return None
+    held, scheme = held_tensors(module), vars(module).get("quantization_scheme")
+    if not isinstance(module, nn.Linear) or "weight_scale" not in held or scheme is None:
+        return None  # tensors of these names mean something else to others, as Gemma's
     weight = held.get("weight")
     if weight is not None and weight.is_floating_point() and weight.dtype not in BYTES:
         return "its weight was dequantized by a call before accel.optimize"
@@ -250,7 +250,7 @@ def read_compressed_tensors(module: Any) -> Repacked | str | None:
         return f"its forward was replaced ({type(forward).__name__})"
     name = "weight_packed" if "weight_packed" in held else "weight"
     big = held[name]
-    found = getattr(vars(module).get("quantization_scheme"), "input_activations", None)
+    found = getattr(scheme, "input_activations", None)
     said = {name: getattr(found, name, None) for name in ("num_bits", "type", "symmetric", "strategy", "dynamic")}
     rounding = rounding_of(said)
     fixed = rounding is not None and is_static(rounding) and ROW_DTYPES[weight_dtype_of(rounding)] == big.dtype

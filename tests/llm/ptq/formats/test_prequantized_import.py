@@ -226,6 +226,8 @@ def test_it_is_recognized_by_what_it_holds():
     module.weight = nn.Parameter(torch.ones(32, 64, dtype=torch.int8), requires_grad=False)
     assert read_compressed_tensors(module) is None
     module.weight_scale = nn.Parameter(torch.ones(32, 1))
+    assert read_compressed_tensors(module) is None  # as of transformers' linears of Gemma, which round outputs too
+    module.quantization_scheme = object()
     assert isinstance(read_compressed_tensors(module), Repacked)
     assert read_compressed_tensors(nn.Linear(4, 4)) is None
 
