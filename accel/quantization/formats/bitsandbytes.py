@@ -7,6 +7,7 @@ import torch
 from accel_kernels import BlockWeight, Quantized
 from accel_kernels.gemm.blocks.codebook import CODEBOOKS, NESTED, PIECE, Codebook
 from accel_kernels.gemm.quantized_weight import PER_WORD
+from torch import nn
 
 from accel.quantization.formats.repacked import UNROUNDED, Repacked
 from accel.quantization.formats.stored import StoredWeight, as_bytes
@@ -18,7 +19,7 @@ def read_bitsandbytes8(module: Any) -> Repacked | str | None:
     """Linear8bitLt: int8 (N, K), and 127 times the scales in `SCB`, before its first call of the weight, then of
     `state`.
     """
-    weight = module._parameters.get("weight")
+    weight = module._parameters.get("weight") if isinstance(module, nn.Linear) else None  # and no embedding
     scales = None if weight is None or weight.dtype != torch.int8 else _scales(module)
     if weight is None or scales is None:
         return None
@@ -52,7 +53,8 @@ def read_bitsandbytes(module: Any) -> StoredWeight | str | None:
     if tuple(state.shape) != (module.out_features, module.in_features) or state.quant_type not in CODEBOOKS:
         return f"a weight {tuple(state.shape)} in {state.quant_type}"
     columns, scaled = state.shape[1], state.blocksize
-    if columns % scaled or scaled % PIECE or scaled & scaled - 1:  # on a CPU the library takes rows' ends otherwise
+    ends = weight.device.type == "cpu"  # where in bitsandbytes no block goes from a row to the next
+    if columns % (scaled if ends else PIECE) or scaled % PIECE or scaled & scaled - 1:
         return f"rows of {columns} columns in blocks of {scaled}"
     nested = (None, None, None)
     if state.nested:

@@ -7,7 +7,7 @@ from torch import nn
 import accel
 from accel.diffusion.dit.block import BlockForward
 from accel.quantization.formats.stored import StoredWeight
-from accel.quantization.formats.stored_weight import read_stored, stored_weight
+from accel.quantization.formats.stored_weight import read_stored, recognize, stored_weight
 from support.bits import Calls, as_elsewhere, four_bit
 from support.compatibility.diffusers_calls import inputs
 from support.compatibility.tiny_diffusers_models import build
@@ -68,6 +68,12 @@ def test_what_cannot_be_read_is_told(what):
         state.absmax = state.absmax.float()
     assert isinstance(read_stored(linear), str)
     assert stored_weight(linear) is None
+
+
+def test_an_embedding_is_no_linear():
+    table = bitsandbytes.nn.Embedding8bit(40, 64)
+    table.weight = bitsandbytes.nn.Int8Params(torch.randn(40, 64), False, False).to("cpu")
+    assert table.weight.dtype == torch.int8 and recognize(table, torch.float32) is None
 
 
 def test_what_computes_something_else_is_called():
