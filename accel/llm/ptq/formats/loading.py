@@ -48,20 +48,22 @@ def is_compressed_tensors(fields: Mapping) -> bool:
 
 
 def _of_library(fields: Mapping, folder: Path) -> bool:
-    """Whether the package alone reads it: scales by block, floats of 4 bits, numbers that are of other than 4 or 8 in
-    the files too.
+    """Whether the package alone reads it: scales by block, floats of 4 bits, zero points of inputs, numbers that are of
+    other than 4 or 8 bits in the files too, or of fewer than lie there.
     """
-    groups = fields.get("config_groups")
-    held = (
-        [one.get("weights") for one in groups.values() if isinstance(one, Mapping)]
-        if isinstance(groups, Mapping)
-        else []
+    found = fields.get("config_groups")
+    groups = [one for one in found.values() if isinstance(one, Mapping)] if isinstance(found, Mapping) else []
+    weights, inputs = (
+        [one[part] for one in groups if isinstance(one.get(part), Mapping)] for part in ("weights", "input_activations")
     )
-    said = [(one.get("strategy"), one.get("num_bits"), one.get("type")) for one in held if isinstance(one, Mapping)]
+    said = [(one.get("strategy"), one.get("num_bits"), one.get("type")) for one in weights]
     if any(way in BLOCKS or (bits, kind) == (4, "float") for way, bits, kind in said):
         return True
-    odd = [bits for _, bits, _ in said if bits not in (None, 4, 8)]
-    return bool(odd) and any(_bits(parts) in odd for parts in quantized_linears(folder).values())
+    fewer = [bits for _, bits, _ in said if isinstance(bits, int) and 1 < bits < 8]
+    linears = quantized_linears(folder).values() if fewer else ()
+    spread = any("weight" in parts for parts in linears) and len(fewer) == len(said)
+    spread |= any(one.get("symmetric") is False and not one.get("dynamic") for one in inputs)
+    return spread or any(_bits(parts) in fewer and _bits(parts) != 4 for parts in linears)
 
 
 def _bits(parts: Parts) -> int:

@@ -137,6 +137,13 @@ def test_what_contradicts_the_tensors_is_named_with_them(field, folder):
         accel.load(place)
 
 
+def test_numbers_that_take_more_bits_than_they_have_are_left_to_their_package(folder):
+    place, wanted = folder("int8"), logits(make("llama-biases"))["logits"]
+    said(place, lambda config: weights_said(config).update(num_bits=4))  # as others write 4 bits with inputs in 8
+    loaded = accel.load(place)
+    assert not held_by(loaded) and (logits(loaded)["logits"] - wanted).norm() < 0.1 * wanted.norm()
+
+
 def test_linears_that_it_leaves_out_are_named(folder):
     place = folder("int8")
     said(place, lambda config: config["quantization_config"]["ignore"].append(UP))
