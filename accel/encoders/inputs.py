@@ -25,6 +25,9 @@ SHAPES = "spatial_shapes"
 SHOWN = "patch_attention_mask"  # (batch, height, width), of patches
 GRIDS, SIZES = "grid_thw", "image_sizes"  # of images whose patches all lie in one row: in patches, in pixels
 MERGES = "merge_sizes"  # beside grids: by how many patches each is made smaller behind the layers, which orders them
+TARGETS = "target_sizes"  # in patches, of images that lie side by side
+LENGTHS = "feature_lens"  # of sounds whose frames lie side by side
+HEARD = "input_features_mask"  # (batch, frames)
 WIDE = 33  # patches, more than windows have in a row
 SOUNDS = ("input_features", "input_values")
 FRAMES = 12  # tokens of a sound of an example
@@ -34,17 +37,13 @@ MOST = 256  # patches of an image of an example: it runs several times, on a CPU
 
 class Inputs(NamedTuple):
     """Names of arguments. main: of what is encoded; mask: of what shows padding, (batch, length) or as `SHOWN`, "" for
-    none; others: of what may be given beside.
+    none; others: of what may be given beside. in_one_row: whether images or sounds of any size are one row of tokens.
     """
 
     main: str
     mask: str
     others: frozenset[str]
-
-    @property
-    def in_one_row(self) -> bool:
-        """Whether patches of images of any sizes are one row of tokens."""
-        return not self.others.isdisjoint((GRIDS, SIZES))
+    in_one_row: bool = False
 
 
 BESIDE_TEXT = frozenset(("inputs_embeds", "token_type_ids", "position_ids", "use_cache", "bbox"))
@@ -64,14 +63,14 @@ def inputs_of(module: nn.Module) -> Inputs | None:
     if TEXT.main in names:
         return TEXT if TEXT.mask in names else None
     if (sound := next((one for one in SOUNDS if one in names), None)) is not None:
-        return Inputs(sound, "", frozenset())
-    sizes = next((one for one in (GRIDS, SIZES) if one in names), None)
+        return Inputs(sound, "", frozenset((LENGTHS, "aftercnn_lens", HEARD)), LENGTHS in names)
+    sizes = next((one for one in (GRIDS, SIZES, TARGETS) if one in names), None)
     patches = SHAPES in names or sizes == GRIDS or patch_convolution(module) is not None
     main = next((one for one in (IMAGES.main, "hidden_states") if one in names), None)
     if main is None or not patches or getattr(module.config, "is_encoder_decoder", False):
         return None
     if sizes is not None:
-        return Inputs(main, "", frozenset((sizes, MERGES)))
+        return Inputs(main, "", frozenset((sizes, MERGES, "use_vit_merger")), True)
     if main != IMAGES.main:
         return None
     return IMAGES._replace(mask=SHOWN) if SHOWN in names else IMAGES
@@ -131,23 +130,35 @@ def small_call(model: Any, inputs: Inputs) -> dict[str, Any]:
 def _sounds(model: Any, inputs: Inputs) -> Iterator[dict[str, Any]]:
     """Of a few tokens each; then of the length that the configuration says."""
     device, dtype = placement(model)
-    first: Any = next((one for one in model.modules() if type(one) in (nn.Linear, nn.Conv1d, nn.Conv2d)), None)
+    names = inspect.signature(type(model).forward).parameters
+    kinds, modules = ((nn.Conv2d,), (nn.Linear, nn.Conv1d)), list(model.modules())
+    first: Any = next((one for kind in kinds for one in modules if type(one) in kind), None)
     steps = math.prod(one.stride[0] for one in model.modules() if type(one) is nn.Conv1d)
     longest = getattr(model.config, "max_source_positions", None)
-    shapes: list[tuple] = []
-    if isinstance(first, nn.Conv2d):
-        length, bins = (getattr(model.config, name, 0) for name in ("max_length", "num_mel_bins"))
-        shapes = [(1, length, bins), (1, first.in_channels, bins, bins)]
+    length, bins = (getattr(model.config, name, 0) for name in ("max_length", "num_mel_bins"))
+    window, shapes = 2 * getattr(model.config, "n_window", FRAMES), list[tuple]()
+    if LENGTHS in names:
+        shapes = [(bins, 3 * window)]
+    elif isinstance(first, nn.Conv2d):
+        shapes = [(1, length, bins), (1, first.in_channels, bins, bins), (ROWS, bins, 3 * window)]
+        steps = math.prod(one.stride[0] for one in model.modules() if type(one) is nn.Conv2d)
+        shapes.append((ROWS, (FRAMES + 2) * steps, bins))
     elif isinstance(first, nn.Conv1d):
-        lengths = (ROWS, (FRAMES + 2) * steps), *([(1, longest * steps)] if isinstance(longest, int) else [])
+        rows = ROWS if HEARD in names else 1
+        lengths = (ROWS, (FRAMES + 2) * steps), *([(rows, longest * steps)] if isinstance(longest, int) else [])
         for rows, length in lengths:
             sized = [(rows, first.in_channels, length), (rows, length, first.in_channels)]
             shapes += [(rows, length)] if first.in_channels == 1 else sized
     elif first is not None:
         shapes = [(ROWS, FRAMES, first.in_features)]
     for shape in shapes:
-        generator = torch.Generator().manual_seed(0)
-        yield {inputs.main: torch.randn(shape, generator=generator, device="cpu").to(device, dtype)}
+        generator, more = torch.Generator().manual_seed(0), [dict[str, Any]()]
+        if LENGTHS in names:
+            more = [{LENGTHS: torch.tensor([2 * window + 9, window - 9], device=device)}]
+        elif HEARD in names:
+            more = [{HEARD: torch.ones(shape[0], one, dtype=torch.int64, device=device)} for one in {*shape[1:]}]
+        for one in more:
+            yield {inputs.main: torch.randn(shape, generator=generator, device="cpu").to(device, dtype), **one}
 
 
 def _images(model: Any, inputs: Inputs) -> Iterator[dict[str, Any]]:
@@ -167,6 +178,12 @@ def _images(model: Any, inputs: Inputs) -> Iterator[dict[str, Any]]:
             yield {inputs.main: random(*form), GRIDS: torch.tensor([[1, 4, 20], other], device=device), **more}
         return
 
+    convolution = patch_convolution(model)
+    if TARGETS in names:
+        height, width = convolution.kernel_size
+        sizes = torch.tensor([[4, 12], [8, 4]], device=device)
+        yield {IMAGES.main: random(1, convolution.in_channels, height, 80 * width), TARGETS: sizes}
+        return
     if SHAPES in names:
         patches: Any = next((one for one in model.modules() if hasattr(one, "in_features")), None)
         if patches is not None:
@@ -174,7 +191,6 @@ def _images(model: Any, inputs: Inputs) -> Iterator[dict[str, Any]]:
             shown = torch.ones(ROWS, 6, dtype=torch.int64, device=device)
             yield {IMAGES.main: random(ROWS, 6, patches.in_features), SHAPES: sizes, IMAGES.mask: shown}
         return
-    convolution = patch_convolution(model)
     height, width = convolution.kernel_size[-2:]
     channels = next(one.in_channels for one in model.modules() if type(one) is type(convolution))
     more = {INTERPOLATED: True} if INTERPOLATED in names else {}
@@ -200,12 +216,12 @@ def _images(model: Any, inputs: Inputs) -> Iterator[dict[str, Any]]:
 
 def masked_sound(model: Any, inputs: Inputs, example: dict[str, Any]) -> Inputs:
     """With the mask of what its sounds consist of, (batch, length), if the model reads one."""
-    masked = inputs._replace(mask=TEXT.mask)
+    masked = inputs._replace(mask=HEARD if HEARD in example else TEXT.mask)
     try:
         with WithinTables():
             given, plain = (
-                tensors_of(type(model).forward(model, **example, **more))
-                for more in ({TEXT.mask: random_mask(masked, example)}, {})
+                tensors_of(type(model).forward(model, **example | more))
+                for more in ({masked.mask: random_mask(masked, example)}, {})
             )
     except Exception as error:  # an argument that it does not take
         reason_of(error)
@@ -215,14 +231,18 @@ def masked_sound(model: Any, inputs: Inputs, example: dict[str, Any]) -> Inputs:
 
 def wide_call(model: Any, inputs: Inputs, example: dict[str, Any]) -> list[dict[str, Any]]:
     """A call of one image of many patches side by side, or of a long sound, which shows windows; none where the model
-    takes no such. Of images of which all patches lie in one row, of the first.
+    takes no such. Of what all lies in one row, of the first, or with the half of each sound.
     """
     images = example[inputs.main]
     if inputs.in_one_row:
         first = {name: one[:1] for name, one in example.items()}
         if GRIDS in example:
             first[inputs.main] = images.narrow(int(len(images) == 1), 0, int(example[GRIDS][0].prod()))
-        return [first]
+        elif LENGTHS in example:
+            first[inputs.main] = images[:, : int(example[LENGTHS][0])]
+        elif TARGETS in example:
+            first[inputs.main] = images[..., : int(example[TARGETS][0].prod()) * images.shape[-2]]
+        return [example | {HEARD: _half(torch.zeros_like(example[HEARD]))} if HEARD in example else first]
     sound = inputs.main in SOUNDS
     if (images.dim() != 4 and not sound) or SHOWN in example or (not sound and len(images) < ROWS):
         return []

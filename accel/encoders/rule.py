@@ -15,8 +15,10 @@ from accel.cuda_graphs.pool import GraphPool
 from accel.cuda_graphs.rule import GraphForward, graph_obstacle, match_graph
 from accel.cuda_graphs.runner import GraphRunner
 from accel.cuda_graphs.small_calls import SmallCalls
+from accel.encoders.bidirectional_attention import BidirectionalSpec
 from accel.encoders.encoder import EncoderForward
 from accel.encoders.inputs import (
+    HEARD,
     SOUNDS,
     TEXT,
     Inputs,
@@ -74,6 +76,8 @@ def match_encoder(site: Site, context: Context, root: nn.Module) -> Match | Skip
     try:
         example = small_call(model, inputs)
         stack, specs, order, stops = _understand(model, example, inputs)
+        if any(cast(BidirectionalSpec, spec.attention).starts is not None for spec in specs.values()):
+            inputs = inputs._replace(in_one_row=True)
         steps = context.of(ForwardContext)
         before = f"{site.path}." if site.path else ""
         fused = [
@@ -94,11 +98,12 @@ def match_encoder(site: Site, context: Context, root: nn.Module) -> Match | Skip
         forward.settings = forward.told()
         with resting(model), math_attention(), as_written():
             forward.sizes = picture_sizes(model, example)
-            forward.inputs = masked_sound(model, inputs, example) if inputs.main in SOUNDS else inputs
+            sounds = inputs.main in SOUNDS and not inputs.in_one_row
+            forward.inputs = masked_sound(model, inputs, example) if sounds else inputs
         try:
             _try(forward, example)
         except NotUnderstood:
-            if forward.inputs == inputs:
+            if forward.inputs == inputs or HEARD in example:
                 raise
             forward.inputs = inputs  # calls with a mask run stock
             _try(forward, example)
@@ -122,7 +127,7 @@ def match_encoder(site: Site, context: Context, root: nn.Module) -> Match | Skip
     patches: list[Change] = [*_patches(forward)]
     patches += [Stacked(linears) for layer in fused if (linears := layer.stacks())]
     note = "packed: padding is left out" if forward.blind else "packed: rows of padding are seen, and computed"
-    note = note if masked else "images of any sizes in one row" if inputs.in_one_row else "without padding"
+    note = note if masked else "inputs of any sizes in one row" if inputs.in_one_row else "without padding"
     note += "; own code of layers runs around their attention" if any(layer.inner for layer in fused) else ""
     note = note if stack else "in windows of pictures"
     match = Match(forward, tuple(patches), covers=(stack,) if stack else tuple(specs), note=note)
