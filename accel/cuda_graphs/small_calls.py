@@ -11,7 +11,7 @@ from accel.fusion.loop import PerThread
 MOST_TOKENS = 1024  # beyond, kernels take longer than their launches
 TOKENS = ("input_ids", "inputs_embeds")
 MASK = "attention_mask"
-PIXELS = ("pixel_attention_mask", "patch_attention_mask")  # of images that are packed too
+MASKS = ("pixel_attention_mask", "patch_attention_mask", "input_features_mask")  # of what is packed too
 
 
 class SmallCalls(PerThread):
@@ -41,7 +41,7 @@ class SmallCalls(PerThread):
         """
         tokens = next((given[name] for name in TOKENS if isinstance(given.get(name), torch.Tensor)), None)
         mask = given.get(MASK)
-        if any(given.get(name) is not None for name in PIXELS) or (tokens is None and mask is not None):
+        if any(given.get(name) is not None for name in MASKS) or (tokens is None and mask is not None):
             return False
         if tokens is None:  # images, of which no patch is padding
             return True

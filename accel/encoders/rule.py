@@ -109,7 +109,8 @@ def match_encoder(site: Site, context: Context, root: nn.Module) -> Match | Skip
             _try(forward, example)
         inputs = forward.inputs
         masked = inputs.mask in inspect.signature(model.forward).parameters
-        if (graphs := context.options.graphs) is not False and (masked or inputs.in_one_row):
+        inner = any(layer.inner for layer in fused)  # own code, which reads more than a graph of layers is given anew
+        if (graphs := context.options.graphs) is not False and (masked or inputs.in_one_row) and not inner:
             pool = context.of(GraphPool)
             forward.runner = GraphRunner(model, site.path, pool, context.log, graph_obstacle, graphs is True)
         calls.packed = calls.packed or masked
@@ -128,7 +129,7 @@ def match_encoder(site: Site, context: Context, root: nn.Module) -> Match | Skip
     patches += [Stacked(linears) for layer in fused if (linears := layer.stacks())]
     note = "packed: padding is left out" if forward.blind else "packed: rows of padding are seen, and computed"
     note = note if masked else "inputs of any sizes in one row" if inputs.in_one_row else "without padding"
-    note += "; own code of layers runs around their attention" if any(layer.inner for layer in fused) else ""
+    note += "; own code of layers runs around their attention" if inner else ""
     note = note if stack else "in windows of pictures"
     match = Match(forward, tuple(patches), covers=(stack,) if stack else tuple(specs), note=note)
     # Of any sizes, which the code around the layers waits for the GPU to learn.

@@ -69,6 +69,7 @@ CASES = {
     "many tokens": ({"input_ids": IDS.new_ones(2, MOST_TOKENS)}, False),
     "images": ({"pixel_values": X}, True),
     "images with a mask of patches": ({"pixel_values": X, "pixel_attention_mask": IDS}, False),
+    "sound with a mask of frames": ({"input_features": X, "input_features_mask": IDS}, False),
 }
 
 

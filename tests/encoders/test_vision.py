@@ -11,7 +11,7 @@ import accel
 from accel.encoders.inputs import inputs_of, small_call
 from accel.encoders.packing import blocks_of
 from accel.fusion.patch_embedding import is_patch_embedding
-from support.objects.encoders import assert_same_tensors, fallbacks, random_pair
+from support.objects.encoders import assert_same_tensors, encoder_of, fallbacks, random_pair
 from support.state import assert_same_state, snapshot
 
 DINO2 = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 16, "patch_size": 4}
@@ -244,6 +244,8 @@ def test_an_encoder_gives_what_stock_gives(name):
     rows = {(path, rule): status for path, rule, status, _ in accel.report(accel.optimize(model)).sites}
     assert rows[MODELS[name][2], "encoder"] == "patched"
     assert [rule for _, rule in rows].count("patch embedding") == any(map(is_patch_embedding, stock.modules()))
+    forward = encoder_of(model)
+    assert forward.runner is None or not any(layer.inner for layer in forward.layers)  # own code is given more
     for call in MODELS[name][1]:
         assert_same_tensors(model, stock, call)
     assert not fallbacks(model)
