@@ -219,7 +219,7 @@ def _try(forward: EncoderForward, example: dict[str, Any]) -> None:
     if inputs == TEXT and own:  # which may have windows
         calls.append({TEXT.main: example_ids(model, long_text(model))[:1]})
     with resting(model), math_attention():
-        with as_written():
+        with as_written(), WithinTables():  # no configuration says how long a table must be
             calls += wide_call(model, inputs, example) if inputs != TEXT else []
             wanted = [_seeded(model, forward.stock, call) for call in calls]
             everywhere = all(layer.attention.reach is None and not layer.inner for layer in forward.layers)
