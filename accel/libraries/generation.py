@@ -47,6 +47,7 @@ OUTPUTS = ("output_attentions", "output_hidden_states", "output_router_logits")
 FOR_OTHER_LOOPS = ("custom_generate", "streamer", "assistant_model", "synced_gpus", "tokenizer", "trust_remote_code")
 LABELS = "labels"  # of a loss, in which padding counts like any token
 MARKS = ("token_type_ids", "mm_token_type_ids")  # one number a token: 0 for text, 1 for what is not, or for an answer
+FRAMES = ("feature_attention_mask",)  # (sounds, frames): which of them are of a sound; generate() tells each step
 GRIDS = ("image_grid_thw", "video_grid_thw")  # (images, 3): frames, rows and columns of each
 
 

@@ -13,8 +13,8 @@ import torch
 
 from accel.errors import of_a_kernel, reason_of
 from accel.libraries.cache import new_cache
-from accel.libraries.generation import GRIDS, MARKS, POSITIONS
-from accel.llm.generation.calling_convention import ALL, GRID, NEW, CallingConvention, Kept
+from accel.libraries.generation import FRAMES, GRIDS, MARKS, POSITIONS
+from accel.llm.generation.calling_convention import ALL, ANY, GRID, NEW, CallingConvention, Kept
 from accel.llm.generation.decoder import DecoderForward
 from accel.llm.generation.trial import PADDING, expected, logits_over_pieces, most_new, pieces_of, plainly
 from accel.llm.recording.inputs import example_ids, within_positions
@@ -27,7 +27,8 @@ PIECES = (9, 1, 3)  # tokens of a prompt, a step and a longer one
 def find_arguments(forward: DecoderForward, convention: CallingConvention) -> CallingConvention:
     """The convention with what else the model takes. Its layers are fused now."""
     parts, changed = _counted(forward) if "position_ids" in forward.names else ((), {})
-    names = [(name, form) for name in MARKS for form in (NEW, ALL)] + [(name, GRID) for name in GRIDS]
+    names = [(name, form) for name in MARKS for form in (NEW, ALL)]
+    names += [*((name, GRID) for name in GRIDS), *((name, ANY) for name in FRAMES)]
     names = [(name, form) for name, form in names if name in forward.names]
     # All is allowed while it is tried.
     forward.convention = replace(
@@ -103,7 +104,7 @@ def _in_parts(piece: dict, parts: int) -> dict:
 def _stepping(pieces: list[dict], name: str, form: str, mark: int) -> list[dict]:
     """A prompt, and a step that is told `mark`."""
     prompt, step = pieces[:2]
-    like = {NEW: step["input_ids"], ALL: step["attention_mask"], GRID: step["input_ids"].expand(-1, 3)}[form]
+    like = {NEW: step["input_ids"], ALL: step["attention_mask"]}.get(form, step["input_ids"].expand(-1, 3))
     return [prompt, step | {name: torch.full_like(like, mark)}]
 
 

@@ -16,6 +16,7 @@ from accel.llm.kv_cache.store import Store
 from accel.llm.parts.step import Step
 from accel.llm.recording.record import is_absent
 
+TOLD = (MASK, "position_ids")  # beside tokens, in a trial
 IN_ORDER, BY_MASK = "0, 1, 2 ..", "counted by the mask"  # positions a model gives itself where it is given none
 
 
@@ -84,8 +85,8 @@ class Kept(NamedTuple):
     field: str | None
 
 
-# What an argument of a step may look like: a number for each new token, for each token so far, or three an image.
-NEW, ALL, GRID = "new", "all", "grid"
+# What an argument of a step may look like: a number for each new token, for each token so far, three an image, or any.
+NEW, ALL, GRID, ANY = "new", "all", "grid", "any"
 
 
 @dataclass(frozen=True)
@@ -213,9 +214,10 @@ class CallingConvention:
             raise Unfit("a prompt that ends within a picture")
         return found, ends.pop() + 1 - len(ids) if ends else 0
 
-    def handed_on(self, model: nn.Module) -> dict[str, object]:
-        """The fields of the output that hold what the model keeps."""
+    def handed_on(self, model: nn.Module, given: dict[str, Any]) -> dict[str, object]:
+        """The fields of the output that hold what the model keeps, or was given: as a mask, or the trial failed."""
         held = {one.field: getattr(model.get_submodule(one.path), one.name) for one in self.kept_tensors if one.field}
+        held |= {name: given.get(name) for name in getattr(self.output, "__dataclass_fields__", ()) if name in TOLD}
         return {field: value for field, value in held.items() if value is not None}
 
 
@@ -223,4 +225,4 @@ def forms(shape: tuple[int, ...], rows: int, start: int, new: int) -> list[str]:
     """The forms that an argument of this shape may have."""
     lengths = {NEW: new, ALL: start + new}
     found = [form for form, length in lengths.items() if shape == (rows, length)]
-    return [*found, GRID] if len(shape) == 2 and shape[1] == 3 else found
+    return [*found, *[GRID] * (shape[1:] == (3,)), *[ANY] * (len(shape) == 2)]

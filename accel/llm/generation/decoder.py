@@ -148,7 +148,7 @@ class DecoderForward(FastForward):
             self.ready()
             return self.run_own_code(store, cache, tokens, kwargs)
         logits = self.run(store, tokens, positions, mask, keep)
-        kind, kept = self.convention.output, self.convention.handed_on(self.module)
+        kind, kept = self.convention.output, self.convention.handed_on(self.module, kwargs)
         output = kind(logits=logits, **{cache_field(kind): cache}, **kept)
         return output if as_dict else output.to_tuple()
 

@@ -11,6 +11,7 @@ from torch import nn
 from accel.comparison import agree, relative_rms_by_token
 from accel.errors import reason_of
 from accel.libraries.cache import DynamicCache, cache_of, new_cache
+from accel.llm.generation.calling_convention import TOLD
 from accel.llm.generation.decoder import DecoderForward
 from accel.llm.generation.prefill import MOST_PROMPT, bucket_for, pad_to_bucket
 from accel.llm.generation.routing import Choices, noting, repeating, routed_modules, routing_modules
@@ -267,7 +268,8 @@ def _stock_pieces(forward: DecoderForward, lengths: tuple, kinds: list[type]) ->
     with plainly(forward):
         for piece in pieces_of(forward, lengths):
             output = forward.reference(**piece, **forward.given_cache(store))
-            extra = [name for name, value in output.items() if name != "logits" and value is not cache_of(output)]
+            known = ("logits", *(name for name in TOLD if output.get(name) is piece.get(name)))
+            extra = [name for name, value in output.items() if name not in known and value is not cache_of(output)]
             if extra:
                 raise NotUnderstood(f"its output has {', '.join(extra)}")
             found.append(output.logits)

@@ -21,8 +21,9 @@ from support.noted import noted
 
 NEW = 4
 PATCHED = {"mllama": 3}  # of layers, where some are not understood
-# Of several stacks; which adds a bias of its own for rows and columns; whose halves of heads turn by themselves.
-STOCK_TOWERS = ("mllama", "got-ocr2", "gemma4")
+# Of several stacks; which adds a bias of its own for rows and columns; whose halves of heads turn by themselves; which
+# is given a mask of scores.
+STOCK_TOWERS = ("mllama", "got-ocr2", "gemma4", "qwen2-audio")
 
 
 @pytest.fixture

@@ -153,6 +153,17 @@ def omni():
     return model, text, image
 
 
+def qwen2_audio():
+    """Whose output hands its mask on, and whose steps are told which frames are of a sound."""
+    ears = {"d_model": 32, "encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 48, "num_mel_bins": 8}
+    model = build("Qwen2Audio", text_config=TEXT | {"model_type": "qwen2"}, audio_token_index=IMAGE,
+                  audio_config=ears | {"max_source_positions": 8})  # fmt: skip
+    frames = torch.tensor([[1] * 16, [1] * 14 + [0] * 2])
+    ids = words(True)
+    ids[1, 6] = 5  # its sound has a piece less
+    return model, {}, {"input_ids": ids, "input_features": random(2, 8, 16), "feature_attention_mask": frames}
+
+
 MODELS: dict[str, Callable] = {
     "qwen2-vl": functools.partial(grown, "qwen2_vl", grid=True),
     "qwen2.5-vl": functools.partial(grown, "qwen2_5_vl", grid=True),
@@ -176,6 +187,7 @@ MODELS: dict[str, Callable] = {
     "aya-vision": functools.partial(grown, "aya_vision"),
     "ovis2": functools.partial(grown, "ovis2"),
     "got-ocr2": functools.partial(grown, "got_ocr2"),
+    "qwen2-audio": qwen2_audio,
 }  # fmt: skip
 
 
