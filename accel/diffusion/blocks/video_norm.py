@@ -5,7 +5,7 @@ convolution after it includes the norm.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from accel.patching.structure import foreign, meta_weights, tampered
 
 SMALLEST = 1e-12  # length by which F.normalize divides at least
 FORMS = {"frames": "(N, C, T, H, W)", "images": "(N, C, H, W)", "last": "(..., C)"}
+DIMENSIONS = {"frames": 5, "images": 4, "last": 5}
 WIDTH = 24  # channels that a norm without weights is tried with
 
 
@@ -29,15 +30,15 @@ class VideoNorm:
     """groups: whether it is a group norm; then `inner` is the name of the GroupNorm in the module, "" the module
     itself.
 
-    weight, bias: names of parameters. eps: the name of a setting; None is that of F.normalize. form: one of FORMS, the
-    layout of the module's input.
+    weight, bias: names of parameters. eps: the name of a setting; None is that of F.normalize. forms: of FORMS, those
+    of inputs that the module takes.
     """
 
     weight: str | None = None
     bias: str | None = None
     eps: str | None = None
     centered: bool = False
-    form: str = "frames"
+    forms: tuple[str, ...] = ("frames",)
     groups: bool = False
     inner: str = ""
     per_frame: bool = False
@@ -93,12 +94,12 @@ def _find(module: nn.Module) -> VideoNorm | None:
     x = torch.randn(2, channels, 3, 2, 3, generator=generator, device="cpu") * 2 + 1.5
     grouped = [VideoNorm(groups=True, inner=name, per_frame=per_frame) for per_frame in (False, True)]
     kinds = grouped if name else list(_kinds(module))
-    for form in ("frames",) if name else FORMS:
-        inputs = [x, x * 1e-4]  # numbers so small that eps shows
-        wanted = [_run(trial, one, form) for one in inputs]
-        for kind in kinds:
-            if all(_agrees(kind, trial, one, out) for one, out in zip(inputs, wanted, strict=True)):
-                return VideoNorm(**(vars(kind) | {"form": form}))
+    inputs = [x, x * 1e-4]  # numbers so small that eps shows
+    wanted = {form: [_run(trial, one, form) for one in inputs] for form in (("frames",) if name else FORMS)}
+    for kind in kinds:
+        normed = [convolution_frames.reference(one, norm=kind.of(trial, one)) for one in inputs]
+        if forms := tuple(form for form, outs in wanted.items() if all(map(_agree, normed, outs))):
+            return replace(kind, forms=forms)
     return None
 
 
@@ -138,14 +139,17 @@ def _formed(x: torch.Tensor, form: str) -> torch.Tensor:
     return x.flatten(2, 3) if form == "images" else x.movedim(1, -1) if form == "last" else x
 
 
-def _agrees(kind: VideoNorm, trial: nn.Module, x: torch.Tensor, wanted: torch.Tensor | None) -> bool:
-    return wanted is not None and close(convolution_frames.reference(x, norm=kind.of(trial, x)), wanted)
+def _agree(normed: torch.Tensor, wanted: torch.Tensor | None) -> bool:
+    return wanted is not None and close(normed, wanted)
 
 
 class VideoNormForward(FastForward):
     """A norm over (N, C, T, H, W), or (N, C, H, W) of single frames, or with channels last, through one pass."""
 
     norm: VideoNorm
+
+    def _form(self, x: torch.Tensor) -> str | None:
+        return next((form for form in self.norm.forms if DIMENSIONS[form] == x.dim()), None)
 
     def parts(self) -> Parts:
         return Parts(self.norm.parts(self.module))
@@ -156,17 +160,17 @@ class VideoNormForward(FastForward):
 
     def unfit(self, *args: Any, **kwargs: Any) -> str | None:
         x, others = self._given(args, kwargs)
-        if type(x) is not torch.Tensor or x.dim() != (4 if self.norm.form == "images" else 5) or x.numel() == 0:
-            return f"input other than {FORMS[self.norm.form]}, frames of a video"
+        if type(x) is not torch.Tensor or self._form(x) is None or x.numel() == 0:
+            return f"input other than {' or '.join(FORMS[form] for form in self.norm.forms)}, frames of a video"
         if others or any(p.dtype is not x.dtype for p in self.module.parameters()):
             return "more than one argument, or dtypes of which stock promotes one to another"
         weight = next(self.module.parameters(), None)
-        channels = x.shape[-1] if self.norm.form == "last" else x.shape[1]
+        channels = x.shape[-1] if self._form(x) == "last" else x.shape[1]
         return None if weight is None or weight.numel() == channels else "input of another number of channels"
 
     def fast(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         x, _ = self._given(args, kwargs)
-        form = self.norm.form
+        form = self._form(x)
         frames = ndhwc(x.unsqueeze(2) if form == "images" else x.movedim(-1, 1) if form == "last" else x)
         y = self.kernels.convolution_frames(frames, norm=self.norm.of(self.module, frames))
         return y.squeeze(2) if form == "images" else y.movedim(1, -1) if form == "last" else y

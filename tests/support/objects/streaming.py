@@ -105,8 +105,8 @@ def bert():
 def levels():
     """An autoencoder whose blocks lie in modules that only hold them, and a call of it."""
     sizes = {"base_channels": 32, "ch_mult": (1, 1, 2), "num_res_blocks": 1, "resolution": 16, "latent_channels": 2}
-    model, sound = AutoencoderKLLTX2Audio(**sizes, norm_type="group", causality_axis="none"), torch.randn(1, 2, 16, 16)
-    return model.eval(), lambda model: model(sound).sample
+    model, sound = AutoencoderKLLTX2Audio(**sizes).eval(), torch.randn(1, 2, 16, 16)
+    return model, lambda model: model(sound).sample
 
 
 def unet():
