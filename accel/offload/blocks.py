@@ -19,8 +19,8 @@ SHARE = 16  # a block is at most this part of its model, where it consists of bl
 def streaming_blocks(model: nn.Module) -> dict[str, nn.Module]:
     """The modules in lists that are called, by path, in the order they are registered.
 
-    Weights of modules whose work a fast forward does without calling them stay where it finds them. Where most weights
-    are experts', these alone.
+    Weights of modules whose work a fast forward does without calling them stay where it finds them; layers whose guard
+    sees hooks inside are not divided. Where most weights are experts', these alone.
     """
     if experts := stacked_experts(model):
         return experts
@@ -59,7 +59,8 @@ def _blocks(
         if id(child) in read:
             continue
         place = f"{path}.{name}" if path else name
-        inner = [] if items and nbytes(child) <= most else list(_blocks(child, place, read, most, inside or items))
+        whole = items and (nbytes(child) <= most or hasattr(vars(child).get("forward"), "layer_guard"))
+        inner = [] if whole else list(_blocks(child, place, read, most, inside or items))
         if inner or not items:
             yield from inner
         else:
@@ -76,10 +77,10 @@ def _is_list_of_blocks(module: nn.Module, alike: bool) -> bool:
 def streamable(model: nn.Module, blocks: dict[str, nn.Module]) -> list[list[torch.Tensor]]:
     """Of each block the weights that nobody reads but its call: matrices, in memory that is theirs alone.
 
-    Vectors stay: they are small, and a block's last operation may be fused with the norm of the next one. So does the
-    first weight of all, by which libraries find out where a model is.
+    Vectors stay: they are small, and a block's last operation may be fused with the norm of the next one. So do masks
+    and tables of places, which guards read before a call, and the first weight of all, which tells where a model is.
     """
-    held = [[one for one in weights_in(block) if one.dim() > 1] for block in blocks.values()]
+    held = [list(filter(_is_matrix, weights_in(block))) for block in blocks.values()]
     owner: dict[int, set[int]] = {}
     home = {id(one): number for number, tensors in enumerate(held) for one in tensors}
     for one in weights_in(model):
@@ -105,7 +106,11 @@ def sizes_of(model: nn.Module) -> WeightSizes:
 
 
 def _on_paper(model: nn.Module) -> list[list[torch.Tensor]]:
-    return [[one for one in weights_in(block) if one.dim() > 1] for block in streaming_blocks(model).values()]
+    return [list(filter(_is_matrix, weights_in(block))) for block in streaming_blocks(model).values()]
+
+
+def _is_matrix(weight: torch.Tensor) -> bool:
+    return weight.dim() > 1 and weight.dtype not in (torch.bool, torch.int64)
 
 
 def any_on_meta(weights: list[torch.Tensor]) -> bool:

@@ -58,6 +58,7 @@ def test_blocks_stream_and_results_are_the_same(make, share):
     before, places = stored(model), [p.data_ptr() for p in model.parameters()]
     fast = accel.optimize(copy.deepcopy(model))
     wanted, stock = call(fast), call(copy.deepcopy(model))
+    assert float((wanted - stock).abs().max()) < 1e-4
     accel.optimize(model, memory=within(fast, share))
     for _ in range(3):
         apart = float((call(model) - wanted).abs().max())
@@ -75,6 +76,18 @@ def test_blocks_stream_and_results_are_the_same(make, share):
     assert torch.equal(call(model), stock) and len(places) == len(list(model.parameters()))
     assert not any(one._forward_hooks or one._forward_pre_hooks for one in model.modules())
     assert all(p.untyped_storage().nbytes() == p.nbytes for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", ["gpt-neo", "longcat"])  # a mask in each layer; lists of parts in each
+@torch.no_grad()
+def test_guards_of_layers_see_nothing_of_a_budget(name):
+    model, (ids, mask) = make(name), padded()
+    told = {"attention_mask": mask, "max_new_tokens": 3, "do_sample": False}
+    wanted = copy.deepcopy(model).generate(ids, **told)
+    accel.optimize(model, memory=within(model, 0.9))
+    assert (
+        torch.equal(model.generate(ids, **told), wanted) and streamed(model).order and not accel.report(model).fallbacks
+    )
 
 
 @torch.no_grad()
