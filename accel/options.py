@@ -1,9 +1,11 @@
 """Every keyword of `accel.optimize`, validated before anything is touched."""
 
 import dataclasses
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any, Literal, get_args
 
 # What an editor offers for a keyword, and what is valid.
@@ -28,7 +30,7 @@ STATIC = ("int8-static", "int8-outliers-static", "fp8-static")  # what only cali
 METHODS = ("rtn", "gptq", "awq", "smoothquant")  # of `accel.quantize`; the first needs no calibration data
 MOST_DECIBELS = 100  # of PSNR; as far from each other are images of a loop that only rounds otherwise, in float32
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
-SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([kmgt]i?|)b", re.IGNORECASE)
+SIZE = re.compile(r"(\d+(?:\.\d+)?) ?(?:([kmgt]i?|)b|(%))", re.IGNORECASE)
 DECIBELS = re.compile(r"(\d+(?:\.\d+)?) ?dB", re.IGNORECASE)
 
 
@@ -147,14 +149,17 @@ def bytes_of(name: str, value: object, whole: int | None = None) -> int:
 
     whole: None while it is not known; a share is checked then, and 0 returned.
     """
-    found = SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
-    if found is not None and (size := int(float(found[1]) * UNITS[found[2].lower()])) > 0:
-        return size
-    if type(value) is int and value > 1:
-        return value
-    if type(value) is float and 0 < value <= 1:
-        return int(value * (whole or 0))
-    valid = "give a size such as '12GB' or '12 GiB', a number of bytes, or a share such as 0.5"
+    size, share = 0.0, 0.0
+    if isinstance(value, str) and (found := SIZE.fullmatch(value.strip())):
+        number = float(found[1])
+        size, share = (0.0, number / 100) if found[3] else (number * UNITS[found[2].lower()], 0.0)
+    elif isinstance(value, Real) and not isinstance(value, bool):
+        size, share = float(value), 0.0 if isinstance(value, Integral) else float(value)
+    if 2 <= size < math.inf:
+        return int(size)
+    if 0 < share <= 1:
+        return int(share * (whole or 0))
+    valid = "give a size such as '12GB' or '12 GiB', a number of bytes, or a share such as 0.5 or '50%'"
     raise ValueError(f"{name}={value!r}: {valid}")
 
 

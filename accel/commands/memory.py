@@ -33,7 +33,8 @@ def plan(
     from accel.options import bytes_of
 
     with user_errors("--memory", ValueError):
-        bytes_of("memory", memory)
+        if not bytes_of("memory", memory):
+            raise ValueError(f"{memory}: a plan is for a size, such as 12GB")
     known = {"bus": bus * 1e9, "rate": tflops * 1e12, "memory": bandwidth * 1e9}
     if torch.cuda.is_available():
         known = speeds(torch.device("cuda"))

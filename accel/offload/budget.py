@@ -74,12 +74,11 @@ def evenly(count: int, number: int) -> tuple[int, ...]:
 
 
 def streamed_blocks(sizes: WeightSizes, room: int) -> tuple[int, ...]:
-    """The blocks that stream: as few as fit in these bytes. All of them where nothing fits, and of experts."""
+    """The blocks that stream: as few bytes as fit in these. All of them where nothing fits, and of experts."""
     number = len(sizes.blocks)
-    fitting = (
-        streamed for k in range(1 if sizes.experts else number) if sizes.on_card(streamed := evenly(k, number)) <= room
-    )
-    return next(fitting, tuple(range(number)))
+    choices = (evenly(k, number) for k in range(1 if sizes.experts else number))
+    fitting = (streamed for streamed in choices if sizes.on_card(streamed) <= room)
+    return min(fitting, key=sizes.moved, default=tuple(range(number)))
 
 
 def room_for_weights(card: int, beside: int) -> int:

@@ -40,9 +40,10 @@ def card_of(models: Iterable[nn.Module]) -> torch.device:
 def budget_of(options: Options, device: torch.device) -> Budget:
     """What the options allow on this device, where they say."""
     whole = card(device).memory
+    size = bytes_of("memory", options.memory, whole)
     ram = psutil.virtual_memory().total
     host = None if options.host_memory is None else bytes_of("host_memory", options.host_memory, ram)
-    return Budget(bytes_of("memory", options.memory, whole), host)
+    return Budget(min(size, whole or size), host)
 
 
 class WeightsMoved:

@@ -1,0 +1,88 @@
+"""`memory=`: what a budget may be, which blocks stream within it, and what a plan tells of that."""
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from accel_kernels.device import Card, replayed
+
+import accel
+from accel.bench.diffusion.streaming import on_paper
+from accel.bench.memory import peak_on_paper
+from accel.errors import Refused
+from accel.offload.blocks import sizes_of
+from accel.offload.budget import WeightSizes, predicted_seconds, streamed_blocks
+from accel.offload.ring import Ring, repeated
+from accel.options import Options, bytes_of
+from accel.planning.memory import budget_of
+from support.objects.streaming import flux, same, stored
+
+pytestmark = pytest.mark.usefixtures("streaming")
+
+
+def test_sizes():
+    assert bytes_of("memory", "12GB") == 12 * 10**9 and bytes_of("memory", "1.5 GiB") == 3 * 2**29
+    assert bytes_of("memory", 0.5, 100) == bytes_of("memory", "50%", 100) == 50 and bytes_of("memory", 4096) == 4096
+    assert bytes_of("memory", 12e9) == bytes_of("memory", "12000mb") == 12 * 10**9 == bytes_of("memory", 1.2e10 + 0.5)
+    with replayed(Card("small", (9, 0), 1, 1, memory=100)):
+        assert budget_of(Options(memory="12GB"), torch.device("cuda")).card == 100  # which is all there is
+    model, _ = flux(1)
+    for value in ("12", "much", "-1GB", "0GB", "0%", "101%", 0, -5, 1, 1.5, 0.0, math.inf, math.nan, True, [], "12GBs"):
+        with pytest.raises(ValueError, match="memory=.*: give a size such as '12GB'"):
+            accel.optimize(model, memory=value)
+    with pytest.raises(ValueError, match="host_memory='1GB': give memory too"):
+        accel.optimize(model, host_memory="1GB")
+    before = stored(model)
+    with pytest.raises(Refused, match="needs .* GB for the weights that are on the GPU at once"):
+        accel.optimize(model, memory=sizes_of(model).least() - 1)
+    same(model, before)
+    assert not any(one._forward_pre_hooks or "forward" in vars(one) for one in model.modules())
+
+
+def test_as_few_blocks_stream_as_must_and_evenly():
+    sizes = WeightSizes(10, (4,) * 12)
+    assert streamed_blocks(sizes, 58) == () and streamed_blocks(sizes, 18) == streamed_blocks(sizes, 3) == tuple(
+        range(12)
+    )
+    for room in range(18, 58):
+        chosen = streamed_blocks(sizes, room)
+        assert sizes.on_card(chosen) <= room
+        assert len(chosen) <= 3 or sizes.on_card(chosen) > room - 4
+        gaps = [b - a for a, b in pairwise(chosen)]
+        assert not gaps or max(gaps) - min(gaps) <= 1
+    uneven = WeightSizes(0, tuple(2 ** (i % 6) for i in range(24)))
+    moved = [uneven.moved(streamed_blocks(uneven, room)) for room in range(uneven.least(), uneven.total)]
+    assert moved == sorted(moved, reverse=True)
+    assert predicted_seconds(sizes, (), 100, 4, 10) == 10
+    assert predicted_seconds(sizes, tuple(range(12)), 0, 4, 10) == 12
+
+
+def test_a_slower_bus_copies_again():
+    assert [repeated(10, bus) for bus in (1.0, 0.5, 0.4, 0.3)] == [[10], [10] * 2, [10, 10, 5], [10, 10, 10, 3]]
+    assert repeated(0, 0.5) == []
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3, 4), (3, 0, 0, 4, 1), (2, 4), ()])
+def test_any_order_finds_its_bytes(order):
+    sources = [torch.full((3 + i % 2,), i, dtype=torch.uint8) for i in range(5)]
+    ring = Ring([torch.empty(4, dtype=torch.uint8) for _ in range(2)], sources, set(range(5)), None)
+    for _ in range(2):
+        for i in order:
+            ring.take(i)
+            assert torch.equal(ring.buffers[i % 2][: sources[i].nbytes], sources[i])
+            ring.leave(i)
+        ring.end()
+
+
+def test_a_plan_counts_what_a_call_makes_beside_the_weights():
+    meta = torch.device("meta")
+    layers = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64)).to(meta)
+    x, q = torch.empty(8, 64, device=meta), torch.empty(1, 2, 1024, 16, device=meta)
+    assert peak_on_paper(lambda: layers(x)) == 2 * 8 * 256 * 4
+    assert peak_on_paper(lambda: torch.nn.functional.scaled_dot_product_attention(q, q, value=q)) == q.nbytes
+    model, _ = flux()
+    known, total = {"bus": 1e9, "rate": 1e12, "memory": 1e12}, sizes_of(model).total
+    rows = [on_paper(model.to(meta), 1e6, total // 4, f"{int(share * total)}B", known) for share in (1.5, 1.0, 0.3)]
+    assert rows[0]["streamed"] == 0 and 0 < rows[1]["streamed"] <= rows[1]["blocks"] and not rows[2]["fits"]
+    assert rows[1]["on_card_gb"] + 1.15 * total / 4e9 <= total / 1e9 and rows[0]["moved_gb"] == 0 < rows[1]["seconds"]
