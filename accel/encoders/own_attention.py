@@ -15,7 +15,7 @@ from accel.errors import reason_of
 from accel.in_flight import listening
 from accel.llm.recording.record import NotUnderstood, is_absent
 from accel.patching.fast_forward import FastForward
-from accel.patching.structure import foreign, foreign_hooks, replaced_forward
+from accel.patching.structure import CallersHook, foreign, foreign_hooks, replaced_forward
 
 ASKED = "output_attentions"
 ALONE = "attentions are fused inside of its own code"  # as the report says
@@ -58,7 +58,8 @@ class OwnCodeForward(FastForward):
         if self.unlike(args, kwargs):
             return EMPTY
         if self.seen is None or not (self.seen.reachable() and self.seen.holds()):
-            looked = any(foreign_hooks(one) or replaced_forward(one) or foreign(one) for one in self.module.modules())
+            every = self.module.modules()
+            looked = any(foreign_hooks(one, CallersHook) or replaced_forward(one) or foreign(one) for one in every)
             self.reason = "code of the user's looks into it" if looked else None
             self.seen = Fingerprint(self.module)
         return self.reason

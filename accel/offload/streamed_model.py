@@ -25,6 +25,9 @@ from accel.offload.ring import Ring
 from accel.patching.fast_forward import FastForward
 
 GRAIN = 8 * ROW  # bytes of which sums are taken
+MEASURING = (
+    threading.Lock()
+)  # held in a call that is measured: the peak is the process's, and begins anew for one alone
 
 
 class StreamedModel(PlacedModel):
@@ -130,8 +133,6 @@ class StreamedModel(PlacedModel):
         self.stacks = stacks_in(self.model, self.pieces)
         self.order = list(dict.fromkeys([*(path for path in self.order if path in blocks), *blocks]))
 
-    # Which weights stay.
-
     @property
     def sizes(self) -> WeightSizes:
         found = {piece.path: piece.nbytes for piece in self.pieces if piece.path}
@@ -234,8 +235,6 @@ class StreamedModel(PlacedModel):
     def _peak(self) -> int:
         return torch.cuda.max_memory_reserved(self.device) if self.device.type == "cuda" else 0
 
-    # Calls.
-
     @contextmanager
     def one_call(self, part: str = "", given: tuple = ()) -> Iterator[None]:
         """Inside, calls of this thread are steps of one, of what has this path."""
@@ -287,11 +286,11 @@ class StreamedModel(PlacedModel):
             torch.cuda.current_stream(self.device).wait_event(self.done)
         if self.hot is not None:
             self.hot.begin_call(self.size)
-        if self.unknown:
+        if self.unknown and (self.measuring is not None or MEASURING.acquire(blocking=False)):
+            self.measuring, self.seen = (self.size, self._allocated()), []
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()  # the allocator keeps more than what is asked for, and that counts
                 torch.cuda.reset_peak_memory_stats(self.device)
-            self.measuring, self.seen = (self.size, self._allocated()), []
 
     def _end_call(self) -> None:
         """Also of a call that has raised."""
@@ -308,6 +307,8 @@ class StreamedModel(PlacedModel):
             if self.measuring is not None:
                 self._learn(*self.measuring)
         finally:
+            if self.measuring is not None:
+                MEASURING.release()
             self.caller, self.measuring, self.seen = 0, None, None
             self.lock.release()
 
