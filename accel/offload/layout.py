@@ -1,14 +1,18 @@
 """Where each weight of a model lies in one run of bytes, on the CPU and on the GPU alike."""
 
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from accel.patching.rule import set_data, unshare
+from accel.patching.structure import LIBRARIES
 
 CPU = torch.device("cpu")
+PLAIN = (torch.Tensor, nn.Parameter)
 UNIT = 256  # bytes: a weight begins at a multiple of it, as torch's own allocator has it
 
 
@@ -61,7 +65,7 @@ class Layout:
 
     def pack(self, whole: torch.Tensor) -> None:
         """Moves every tensor to its place in these bytes; a storage is freed as soon as it is empty."""
-        with torch.inference_mode(False), torch.no_grad():
+        with plainly():
             for slot, view in views(self.slots, whole):
                 view.copy_(slot.tensor.detach())
                 become(slot.tensor, view)
@@ -83,13 +87,20 @@ def views(slots: Iterable[Slot], whole: torch.Tensor) -> Iterator[tuple[Slot, to
 
 def lay_out(slots: Iterable[Slot], whole: torch.Tensor) -> None:
     """Makes the tensors views of these bytes, which hold their numbers already."""
-    with torch.inference_mode(False), torch.no_grad():
+    with plainly():
         for slot, view in views(slots, whole):
             become(slot.tensor, view)
 
 
+@contextmanager
+def plainly() -> Iterator[None]:
+    """Inside, tensors are made and changed as ordinary ones, without gradients, whatever their classes would do."""
+    with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        yield
+
+
 def become(tensor: torch.Tensor, view: torch.Tensor) -> None:
-    """Outside of inference mode: the tensor is this view."""
+    """Inside of `plainly`: the tensor is this view."""
     if tensor.is_inference():
         set_data(tensor, lambda _: view)
     else:
@@ -102,15 +113,33 @@ def form_of(tensor: torch.Tensor) -> tuple:
 
 
 def weights_in(model: nn.Module) -> list[torch.Tensor]:
-    """Its parameters and buffers, each once."""
-    found = (one for m in model.modules() for one in (*m._parameters.values(), *m._buffers.values()))
-    return list({id(tensor): tensor for tensor in found if tensor is not None}.values())
+    """Its parameters and buffers, each once, and what hangs on those of libraries' own classes, such as scales."""
+    found = (one for m in model.modules() for one in (*m._parameters.values(), *m._buffers.values()) if one is not None)
+    every = (part for one in found for part in ((one,) if type(one) in PLAIN else (one, *_hanging_on(one))))
+    return list({id(tensor): tensor for tensor in every}.values())
+
+
+def _hanging_on(holder: Any, depth: int = 2) -> Iterator[torch.Tensor]:
+    """Tensors in attributes of a tensor that lies in memory, and in those of its attributes."""
+    held = () if is_traceable_wrapper_subclass(holder) else getattr(holder, "__dict__", {}).values()
+    for one in held:
+        if isinstance(one, torch.Tensor):
+            yield one
+        elif depth and not isinstance(one, nn.Module | type):
+            yield from _hanging_on(one, depth - 1)
+
+
+def is_movable(tensor: torch.Tensor) -> bool:
+    """Whether its bytes may lie elsewhere: it is of torch's own class, or of a library's that says what they mean."""
+    kind = type(tensor)
+    known = kind in PLAIN or kind.__module__.partition(".")[0] in LIBRARIES
+    return known and not is_traceable_wrapper_subclass(tensor)
 
 
 def unmovable(tensors: list[torch.Tensor], device: torch.device = CPU) -> str | None:
     """Why these, which are on this device, cannot lie in one run of bytes."""
     for tensor in tensors:
-        if type(tensor) not in (torch.Tensor, nn.Parameter):
+        if not is_movable(tensor):
             return f"a weight of type {type(tensor).__name__}"
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device != device:
             return f"a weight in {tensor.layout} of {tensor.dtype} on {tensor.device}"
@@ -121,8 +150,8 @@ def unmovable(tensors: list[torch.Tensor], device: torch.device = CPU) -> str | 
 
 def separate(model: nn.Module) -> None:
     """Each of its weights lies in memory of its own again."""
-    for tensor in weights_in(model):
-        if type(tensor) in (torch.Tensor, nn.Parameter):
+    with plainly():
+        for tensor in filter(is_movable, weights_in(model)):
             unshare(tensor)
 
 

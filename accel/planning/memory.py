@@ -17,7 +17,7 @@ from accel.libraries.models import is_pipeline
 from accel.offload.blocks import nbytes, sizes_of, streaming_blocks
 from accel.offload.budget import Budget, check_fits
 from accel.offload.hooks import GPUS, SWITCH
-from accel.offload.layout import separate, weights_in
+from accel.offload.layout import plainly, separate, unmovable, weights_in
 from accel.offload.streamed_model import StreamedModel
 from accel.options import Options, bytes_of
 from accel.patching.rule import Context, set_data
@@ -111,7 +111,8 @@ class WeightsPlaced(WeightsMoved):
         for one in weights_in(self.model):  # first what leaves, so that RAM holds nothing twice
             device = self.before.get(one, one.device)
             if device != one.device:
-                set_data(one, lambda data, device=device: data.to(device))
+                with plainly():
+                    set_data(one, lambda data, device=device: data.to(device))
         separate(self.model)
         self.before = {}
 
@@ -132,6 +133,9 @@ class PipelineTurns(WeightsMoved):
         models = models_of(self.pipe)
         for model in models:
             check_fits(sizes_of(model), self.budget, type(model).__name__)
+            why = unmovable(weights := weights_in(model), weights[0].device)
+            if why is not None and nbytes(model) > ROOM_FOR_CALLS * self.budget.card:
+                raise Refused(f"memory=: the weights of a {type(model).__name__} cannot be streamed: {why}")
         if any(offload_hooks(self.pipe, GPUS)):
             return  # they are taken over as they are
         fits = sum(map(nbytes, models)) <= ROOM_FOR_CALLS * self.budget.card

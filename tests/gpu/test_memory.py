@@ -2,6 +2,7 @@
 
 import copy
 import os
+from functools import partial
 
 import pytest
 import torch
@@ -14,8 +15,10 @@ from accel.offload import budget
 from accel.offload.blocks import nbytes
 from accel.offload.budget import Budget
 from accel.offload.call_hooks import streamed_model
+from accel.offload.layout import weights_in
 from accel.offload.memory import HostBuffer
 from accel.offload.streamed_model import StreamedModel
+from support.diffusion.library_formats import in_blocks, quantized
 from support.objects.streaming import flux_on_card, within
 
 CARD, ROOM = torch.device("cuda", 0), 2**28
@@ -62,6 +65,32 @@ def test_blocks_stream_on_a_stream_of_their_own(share, pinned, monkeypatch):
     assert (held.ring.staging is None) == (pinned == "all")
     held.let_go()
     assert all(torch.equal(one, before[name]) for name, one in model.state_dict().items())
+
+
+@pytest.mark.parametrize("held", [partial(in_blocks, name="Q8_0"), partial(quantized, format="bitsandbytes-nf4")])
+@torch.no_grad()
+def test_weights_in_the_formats_of_libraries_stream(held):
+    """With their scales, and from wherever they are."""
+
+    def made(place):
+        model, call = flux_on_card()
+        return held(model.cpu(), dtype=torch.bfloat16).to(place), call
+
+    (fast, call), (stock, _) = made("cuda"), made("cuda")
+    accel.optimize(fast)
+    wanted, plain = [call(fast) for _ in range(16)][-1], call(stock)
+    for place in ("cuda", "cpu"):
+        model, _ = made(place)
+        before = {name: one.clone() for name, one in model.state_dict().items()}
+        accel.optimize(model, memory=within(model, 0.8, ROOM))
+        for _ in range(20):
+            got = call(model)
+        assert torch.equal(got, wanted), float((got - wanted).abs().max())
+        assert streamed_model(model).streamed and not accel.report(model).fallbacks
+        accel.restore(model)
+        assert {one.device.type for one in weights_in(model)} == {place}
+        assert all(torch.equal(one, before[name]) for name, one in model.state_dict().items())
+        assert torch.equal(call(model.to("cuda")), plain)
 
 
 @pytest.mark.parametrize("graphs", [True, False])

@@ -3,6 +3,7 @@
 import copy
 import ctypes
 import threading
+from functools import partial
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from accel.offload import budget, hot_experts
 from accel.offload.blocks import nbytes, sizes_of
 from accel.offload.call_hooks import streamed_model as streamed
 from accel.offload.ring import Ring
+from support.diffusion.library_formats import in_blocks, quantized
 from support.llm.calls import counting_loops
 from support.llm.families import make, padded
 from support.objects.seq2seq import OTHERS
@@ -44,6 +46,30 @@ def test_quantized_blocks_stream(weights):
     attention = model.model.layers[0].self_attn
     assert stacked_rows([attention.q_proj.data, attention.k_proj.data, attention.v_proj.data]) is not None
     assert streamed(model).streamed and not accel.report(model).fallbacks
+
+
+@pytest.mark.parametrize("held", [partial(in_blocks, name="Q8_0"), partial(quantized, format="bitsandbytes-nf4")])
+@torch.no_grad()
+def test_blocks_in_the_formats_of_libraries_stream(held):
+    def made():
+        torch.manual_seed(0)
+        model, call = flux()
+        model = held(model, dtype=torch.float32)
+        for linear in model.modules():
+            linear.support_avx512bf16_for_cpu = False  # where a first call would pack weights
+        return model, call
+
+    (model, call), (fast, _) = made(), made()
+    wanted, before = call(accel.optimize(fast)), stored(model)
+    sizes = sizes_of(model)
+    accel.optimize(model, memory=int(1.1 * sizes.total - sum(sizes.blocks) + 2 * max(sizes.blocks)))
+    for _ in range(3):
+        assert torch.equal(call(model), wanted)
+        same(model, before)
+    assert len(streamed(model).streamed) > 4 and not accel.report(model).fallbacks
+    assert {type(one) for one in model.parameters()} > {torch.nn.Parameter}
+    accel.restore(model)
+    same(model, before)
 
 
 @pytest.mark.parametrize("make", [flux, llama, t5, bert, levels, unet])
