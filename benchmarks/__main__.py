@@ -12,8 +12,6 @@ STUDIES = {  # name: module, and a line of what it measures
     "experts": ("kernels.experts", "experts of one layer, every way to multiply them"),
     "products": ("kernels.products", "products by kernel, format, tile and rows; --study names what is multiplied"),
     "quality": ("quality.measure", "perplexity on held-out text by how a model is stored"),
-    "text": ("models.text", "language models by settings: stock, accel, other packages, spread over cards"),
-    "text-batches": ("models.text:batches", "generate_batch of a language model by settings"),
     "plots": ("plots.draw", "docs/images from benchmarks/results"),
     "random-calls": ("models.random_calls", "random calls of generate() on tiny models: every token must be stock's"),
     "adapters-soak": ("models.adapters_soak", "random changes of adapters on tiny models: results must be stock's"),

@@ -147,12 +147,3 @@ def _ready(ready: dict, variant: str) -> str:
     if variant == "accel" and not found:
         found = [ready[key] for key in ("in_process_s",) if key in ready]
     return " / ".join(f"{seconds:.1f}" for seconds in found) or "-"
-
-
-def lost(result: dict) -> str:
-    """One line: how far quantized weights put a case from stock."""
-    told = result["lost"]
-    psnr = "equal to stock" if told["psnr_db"] is None else f"PSNR {told['psnr_db']:.1f} dB from stock"
-    sizes = " instead of ".join(f"{told['weights_mb'][name]:,.0f}" for name in ("accel", "stock"))
-    rows = ", without rounding rows" if "activations" in result else ""
-    return f"{result['case']}: {psnr}; {sizes} MiB of weights; errors are against the same rounded weights{rows}"

@@ -9,13 +9,12 @@ from accel.commands.bench.adapters import bench_adapters, bench_formats
 from accel.commands.bench.coverage import coverage
 from accel.commands.bench.encoders import bench_encoders, bench_pictures, bench_speech, bench_vision
 from accel.commands.bench.images import bench
-from accel.commands.bench.language_models import bench_batch, bench_llm
+from accel.commands.bench.language_models import bench_llm
 from accel.commands.bench.ready import bench_ready
 from accel.commands.bench.scripts import bench_scripts
 from accel.commands.demo import demo
 from accel.commands.doctor import doctor
 from accel.commands.memory import bench_memory, plan
-from accel.commands.profile import profile
 from accel.commands.quantize import quantize
 from accel.commands.report import report
 from accel.commands.serve import PASSED_ON, serve
@@ -65,11 +64,10 @@ def about(
     """Speeds up diffusers and transformers code: accel.optimize(pipe)."""
 
 
-for command in (demo, doctor, report, plan, verify, coverage, profile, quantize, shard, bench):
+for command in (demo, doctor, report, plan, verify, coverage, quantize, shard, bench):
     app.command()(command)
 app.command("bench llm")(bench_llm)
 app.command(context_settings=PASSED_ON)(serve)
-app.command("bench batch")(bench_batch)
 app.command("bench scripts")(bench_scripts)
 app.command("bench ready")(bench_ready)
 app.command("bench adapters")(bench_adapters)

@@ -21,11 +21,9 @@ from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 import accel
-from accel.bench.llm import cases
 from accel.bench.llm.configs import CONFIGS
+from accel.bench.llm.generate import decode_steps, prompts
 from accel.bench.llm.models import config_of, endless, prompt
-from accel.bench.llm.traffic import Traffic
-from accel.bench.llm.variants import Variant
 from accel.bench.memory import release
 from accel.bench.timing import seconds
 from accel.comparison import relative_rms
@@ -99,18 +97,10 @@ class Timed:
 
     def figures(self, rows: list[int], tokens: int, many: int) -> dict[str, dict]:
         """Milliseconds of a decode step by rows, and of a prompt: without a budget all ranks take as many turns."""
-        work = cases.Work(self.model, Traffic(), 1.0, self.device, tuple(rows), (CONTEXT,), many - FEW)
-        variant, found = Variant("", self.model), dict[str, dict]()
-
-        def fail(error: Exception, variant: str) -> None:
-            raise error
-
-        for case in (*cases.decode(work), *cases.prefill(work)):
-            if case.about.get("tokens", tokens) == tokens:
-                (row,) = cases.interleaved(case, [variant], self.device, 0.0, fail).values()
-                name = f"rows {case.about['batch']}" if case.part == "decode" else "prompt"
-                found[name] = row | ({"step_ms": row["ms_step"]} if name != "prompt" else {"prompt_ms": row["call_ms"]})
-        return found
+        one = {"": self.model}
+        steps = {number: decode_steps(one, number, CONTEXT, many - FEW, 0.0)[""] for number in rows}
+        found = {f"rows {number}": row | {"step_ms": row["ms_step"]} for number, row in steps.items()}
+        return found | {"prompt": {"prompt_ms": prompts(one, tokens, 0.0)[""]["call_ms"]}}
 
     def logits(self, steps: int = 6) -> torch.Tensor:
         """(tokens, words) float32: of a prompt's last token and of steps behind it, over tokens that are given."""

@@ -2,7 +2,7 @@
 
 One row a kernel: which group it is in, how often it is launched, milliseconds of a call. Groups are told by the
 kernels' names. `forward_ms` is the time of a call without the profiler, and what of it no kernel fills is `idle_ms`:
-the GPU waits for the host. One variant that fails is told. Of language models: `accel profile`.
+the GPU waits for the host. One variant that fails is told.
 """
 
 import re
@@ -12,14 +12,16 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity
 
 import accel
 from accel.bench.compiled import compiled_step
 from accel.bench.diffusion.case import Case
 from accel.bench.diffusion.cases import CASES
 from accel.bench.diffusion.runner import stock_twin
-from accel.bench.llm.profile import launches, operations, profile_events
 from accel.bench.memory import release
+from accel.bench.timing import synchronize
 from benchmarks.study import DEVICE, Study, steady_ms
 
 WARM_UP, TIMED, PROFILED = 4, 5, 2
@@ -44,9 +46,17 @@ def group_of(name: str) -> str:
 
 def profiled(step: Callable[[int], object], device: torch.device) -> list[tuple[str, float]]:
     """Name and milliseconds of all that PROFILED calls launch; on a CPU of operations, without those inside of them."""
-    events = profile_events(step, PROFILED, device)
-    found = launches(events) if device.type == "cuda" else operations(events)
-    return [(one.name, one.us / 1e3) for one in found]
+    synchronize(device)
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
+    with torch.profiler.profile(activities=activities) as profiler:
+        for i in range(PROFILED):
+            step(i)
+        synchronize(device)
+    if device.type != "cuda":
+        return [(event.name, event.self_cpu_time_total / 1e3) for event in profiler.events()]
+    launched = (event for event in profiler.events() if event.device_type == DeviceType.CUDA)
+    launched = (event for event in launched if not getattr(event, "is_user_annotation", False))
+    return [(event.name, (event.time_range.end - event.time_range.start) / 1e3) for event in launched]
 
 
 def summary(found: list[tuple[str, float]], forward_ms: float) -> dict:

@@ -26,8 +26,7 @@ def test_help_lists_the_commands():
     result = run_command("--help")
     assert result.exit_code == 0
     assert all(
-        command in result.output
-        for command in ("demo", "doctor", "report", "verify", "bench", "bench llm", "profile", "quantize")
+        command in result.output for command in ("demo", "doctor", "report", "verify", "bench", "bench llm", "quantize")
     )
 
 

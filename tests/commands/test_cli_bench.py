@@ -25,11 +25,8 @@ from support.everything import EVERYTHING
         ((DIGITS / "unet", "--steps", "3"), "for pipelines"),
         ((DIGITS / "tokenizer",), "neither a model_index.json nor a config.json"),
         ((DIGITS, "sd99"), "'sd99'"),
-        (("vae512", "--weights", "int8"), "not for vae512"),
-        (("tiny", "--weights", "int4"), "none of int8, int8-asym, fp8"),
-        (("tiny", "--activations", "int8"), "needs --weights int8"),
+        (("tiny", "--weights", "int3"), "int3"),
         (("tiny", "--weights", "int8-asym", "--activations", "int8"), "needs weights='int8', not 'int8-asym'"),
-        (("tiny", "--weights", "fp8", "--activations", "fp8", "--dtype", "fp16"), "give --dtype bf16"),
         (("adapters", "sd99"), "'sd99' is no model of"),
         (("adapters", "--ranks", "0,4"), "whole numbers from 1 on"),
         (("formats", "--formats", "nf5"), "'nf5' is none of"),
@@ -81,25 +78,14 @@ def test_bench_tiny_writes_json(tmp_path, monkeypatch):
     assert len({caches for _, caches in started}) == 1
 
 
-@pytest.mark.skipif(not EVERYTHING, reason="the next has rounded inputs beside; ACCEL_TEST_EVERYTHING=1 runs it")
-def test_bench_with_quantized_weights(tmp_path):
-    given = ("--weights", "int8", "--no-compile", "--device", "cpu", "--seconds", "0.05", "--out", tmp_path)
-    result = run_command("bench", "tiny", *given)
-    assert result.exit_code == 0, result.output
-    assert "dB from stock" in result.output
-    found = json.loads((tmp_path / "cpu-tiny-int8.json").read_text())
-    assert found["weights"] == "int8" and found["lost"]["psnr_db"] > 50 and found["restored_bit_equal"]
-    assert found["error"]["accel_vs_fp32"] <= 2 * found["error"]["stock_vs_fp32"] < 1e-4 < found["lost"]["relative_rms"]
-
-
 def test_bench_with_activations_in_8_bits(tmp_path):
     given = ("--weights", "int8", "--activations", "int8", "--no-compile", "--device", "cpu", "--seconds", "0.05")
     result = run_command("bench", "tiny", *given, "--out", tmp_path)
     assert result.exit_code == 0, result.output
     assert "dB from stock" in result.output
     found = json.loads((tmp_path / "cpu-tiny-int8-activations-int8.json").read_text())
-    assert found["activations"] == "int8" and found["lost"]["psnr_db"] > 40 and found["restored_bit_equal"]
-    assert found["error"]["accel_vs_fp32"] <= 2 * found["error"]["stock_vs_fp32"] < 1e-4 < found["lost"]["relative_rms"]
+    assert found["activations"] == "int8" and found["quality"]["psnr_db"] > 40 and found["restored_bit_equal"]
+    assert found["error"]["accel_vs_fp32"] <= 2 * found["error"]["stock_vs_fp32"] < 1e-4
     assert {"over the same weights", "rounded rows", "their products"} == set(found["quality"]["parts"])
 
 

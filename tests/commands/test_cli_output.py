@@ -22,7 +22,7 @@ HELPED = """
 import sys
 from typer.testing import CliRunner
 from accel.commands.app import app
-commands = ("", "report", "verify", "bench", "bench llm", "demo", "profile", "quantize")
+commands = ("", "report", "verify", "bench", "bench llm", "demo", "quantize")
 codes = [CliRunner().invoke(app, [*command.split(), "--help"]).exit_code for command in commands]
 wrong = (["reprot"], ["report"], ["report", "no-such-folder"], ["verify", "no-such-folder"], ["bench", "--sise", "1"])
 codes += [CliRunner().invoke(app, arguments).exit_code for arguments in wrong]
@@ -33,7 +33,7 @@ print(codes, sorted({"torch", "diffusers", "transformers", "numpy"} & set(sys.mo
 def test_help_and_typos_load_neither_torch_nor_a_model_library():
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])}
     done = subprocess.run([sys.executable, "-c", HELPED], env=environment, capture_output=True, text=True)
-    assert done.stdout.strip() == f"{[0] * 8 + [2] * 5} []", done.stderr
+    assert done.stdout.strip() == f"{[0] * 7 + [2] * 5} []", done.stderr
 
 
 def test_stages_are_lines_on_the_error_stream_where_there_is_no_terminal():

@@ -254,7 +254,7 @@ def test_no_mutable_module_state():
 # Names that several files may give to what they hold at their top, and why. Any other means one thing in its package.
 SHARED = {
     ACCEL: {
-        **dict.fromkeys(("load", "profile", "quantize", "report", "verify"), "a function, and the command of its name"),
+        **dict.fromkeys(("load", "quantize", "report", "verify"), "a function, and the command of its name"),
         "quantize_layer": "the one entry of each algorithm",
         "round_activations": "the stage of that name, for images and for text",
         **dict.fromkeys(("find_model", "run"), "of each part of the demo; run also of the benchmark of a module"),

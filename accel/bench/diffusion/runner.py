@@ -56,7 +56,7 @@ def run(
 
     What fails, accel or torch.compile, is told under `failed`, and the others are timed all the same.
     compiler: makes compiled steps to time beside. ready: whether to measure the time to ready of the case of this name.
-    options: of `accel.optimize`; how far quantized weights put the outputs from stock's is told as `lost`.
+    options: of `accel.optimize`.
     limit_s: after so many seconds neither torch.compile nor the time to ready is begun, which `skipped` tells.
     keep: is given the result as it grows.
     """
@@ -159,8 +159,6 @@ def _judge(
         "quality": quality.to_dict(),
         "sites": dict(Counter(status for _, _, status, _ in report.sites)),
     }
-    if "weights" in options:
-        record.body["lost"] = _lost(obj, quality, report.weights)
     accel.restore(obj)
     record.body["restored_bit_equal"] = _equal(subject.outputs(1), stock) if repeatable else None
     if record.body["restored_bit_equal"] is False:
@@ -179,19 +177,6 @@ def _errors(quality: Quality) -> dict:
     worst = max(judged, key=lambda part: part.error or 0.0, default=None)
     told = {"measure": "relative RMS from full precision, of the worst model", "max_abs": quality.max_error}
     return told if worst is None else told | {"accel_vs_fp32": worst.error, "stock_vs_fp32": worst.stock_error}
-
-
-def _lost(obj: Any, quality: Quality, rows: list[dict]) -> dict:
-    """What rounding the weights costs and saves."""
-    before, after = (sum(row[name] for row in rows) for name in ("bytes_before", "bytes_after"))
-    rest = sum(p.nbytes for model in models_in(obj).values() for p in model.parameters())
-    return {
-        "psnr_db": quality.to_dict()["psnr_db"],
-        "relative_rms": quality.relative_rms,
-        "linears": len(rows),
-        "least_sqnr_db": min(row["sqnr_db"] for row in rows),
-        "weights_mb": {"stock": round((rest + before) / 2**20, 1), "accel": round((rest + after) / 2**20, 1)},
-    }
 
 
 def _equal(outputs: list[torch.Tensor], others: list[torch.Tensor]) -> bool:

@@ -96,21 +96,34 @@ def beside(model: "PreTrainedModel") -> "PreTrainedModel":
     return copy.deepcopy(model, shared)
 
 
-def assistant(model: "PreTrainedModel", layers: int = 2) -> "PreTrainedModel":
-    """A model of the same make with few layers and random weights, for assisted generation."""
-    config = copy.deepcopy(model.config)
-    config.num_hidden_layers = layers
-    if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[:layers]
-    device, dtype = model.device, model.dtype
-    return endless(from_config(config, device, dtype).requires_grad_(False))
-
-
-def prompt(model: "PreTrainedModel", rows: int, tokens: int, seed: int = SEED) -> dict[str, torch.Tensor]:
+def prompt(model: "PreTrainedModel", rows: int, tokens: int) -> dict[str, torch.Tensor]:
     """Random input_ids and a mask of ones, (rows, tokens), as a tokenizer gives them."""
     from accel.llm.recording.inputs import example_inputs
 
-    return example_inputs(model, rows, tokens, padded=False, seed=seed)
+    return example_inputs(model, rows, tokens, padded=False, seed=SEED)
+
+
+def requests(model: "PreTrainedModel", number: int, shortest: int, longest: int) -> list[list[int]]:
+    """Random token ids of so many prompts, each of a length of its own."""
+    vocabulary, g = model.config.get_text_config().vocab_size, torch.Generator().manual_seed(SEED)
+    lengths = torch.randint(shortest, longest + 1, (number,), generator=g).tolist()
+    return [torch.randint(1, vocabulary, (length,), generator=g).tolist() for length in lengths]
+
+
+def answers(model: "PreTrainedModel", prompts: list[list[int]], new: int) -> list[list[int]]:
+    """What `generate_batch` adds to each prompt, greedily. Raises ValueError where a request failed or stopped."""
+    from transformers import ContinuousBatchingConfig, GenerationConfig
+
+    config = GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    # Stock's pool takes most of the memory there is, which a CPU's owner wants for other things.
+    sized = ContinuousBatchingConfig(num_blocks=64, max_batch_tokens=256) if model.device.type == "cpu" else None
+    given = {"generation_config": config, "continuous_batching_config": sized, "progress_bar": False}
+    outputs = list(model.generate_batch(inputs=prompts, **given).values())
+    found = [one.generated_tokens for one in outputs if one.error is None]
+    if [len(one) for one in found] != [new] * len(prompts):
+        errors = [one.error for one in outputs if one.error is not None]
+        raise ValueError(f"answers of {[len(one) for one in found]} tokens instead of {new}; {errors[:1]}")
+    return found
 
 
 def device_map(model: "PreTrainedModel", cards: int) -> dict[str, int]:

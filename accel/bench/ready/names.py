@@ -65,16 +65,12 @@ class NamedModel:
             case = CASES[self.name]
             module, inputs = case.build(device, dtype), case.inputs(device, dtype)
             return module, partial(case.call, module, inputs[0])
-        from accel.bench.llm.batch import answers
-        from accel.bench.llm.models import build, prompt
+        from accel.bench.llm.models import answers, build, prompt, requests
 
         model = build(self.name, device, dtype)
         if self.way != BATCH:
             return model, partial(model.generate, **prompt(model, 1, tokens), max_new_tokens=NEW, do_sample=False)
-        vocabulary = model.config.get_text_config().vocab_size
-        lengths = torch.randint(32, 161, (REQUESTS,), generator=torch.Generator().manual_seed(0)).tolist()
-        prompts = [torch.randint(0, vocabulary, (length,)).tolist() for length in lengths]
-        return model, partial(answers, model, prompts, ANSWER)
+        return model, partial(answers, model, requests(model, REQUESTS, 32, 160), ANSWER)
 
 
 def rules_of(obj: Any) -> str:

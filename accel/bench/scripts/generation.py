@@ -5,8 +5,7 @@ from typing import Any
 import torch
 
 from accel.bench.llm.configs import CONFIGS, NEMOTRON
-from accel.bench.llm.models import endless, from_config
-from accel.bench.llm.workloads import Workload
+from accel.bench.llm.models import answers, endless, from_config, requests
 from accel.bench.scripts.script import Built, Script, Size, script
 from accel.bench.weights import SEED
 from accel.libraries.cache import DynamicCache, cache_given
@@ -145,31 +144,21 @@ def chat(size: Size) -> Built:
 
 
 def _requests(model: Any, size: Size) -> tuple[list[list[int]], int]:
-    load = size(Workload("", 64, 32, 512, 64), Workload("", 3, 4, 10, 3))
-    return load.prompts(model), load.new
+    return requests(model, *size((64, 32, 512), (3, 4, 10))), size(64, 3)
 
 
 def _each(obj: Any, size: Size) -> torch.Tensor:
     """What one request after the other is answered, of the first few."""
-    requests, new = _requests(obj, size)
+    prompts, new = _requests(obj, size)
     rows = [
         obj.generate(torch.tensor([ids], device=size.device), max_new_tokens=new, do_sample=False)
-        for ids in requests[:4]
+        for ids in prompts[:4]
     ]
     return torch.cat([row[:, -new:] for row in rows])
 
 
 @script("llama-batch", "Llama-8B, generate_batch of 64 requests of 32 to 512 tokens, 64 out", cards=1)
 def batch(size: Size) -> Built:
-    from transformers import GenerationConfig
-
     model = published(size, "llama-8b", attn_implementation="sdpa")
-    requests, new = _requests(model, size)
-    config = GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0)
-
-    def call() -> torch.Tensor:
-        found = model.generate_batch(inputs=requests, generation_config=config, progress_bar=False)
-        answers = [one.generated_tokens for one in found.values()]
-        return torch.tensor(answers)
-
-    return model, call
+    prompts, new = _requests(model, size)
+    return model, lambda: torch.tensor(answers(model, prompts, new))

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from accel.commands.bench.each_model import measure_each
+from accel.commands.bench.each_model import measure_each, whole_numbers
 from accel.commands.options import DEVICE_HELP, parse_device
 
 
@@ -29,13 +29,7 @@ def bench_adapters(
     from accel.bench import results
     from accel.bench.adapters import measure_adapters, usual
 
-    place = parse_device(device)
-    try:
-        sizes, many = ([int(part) for part in text.split(",")] for text in (ranks, counts))
-        if min(*sizes, *many, 1) < 1:
-            raise ValueError
-    except ValueError:
-        raise typer.BadParameter("give whole numbers from 1 on, with commas between them") from None
+    place, sizes, many = parse_device(device), whole_numbers(ranks), whole_numbers(counts)
     shown = results.new_table("", "model", "adapters x rank", "ms", "ratio", "error", "switch ms", left=2)
     about = "adapters of low rank, not merged, beside the model without"
     measure = partial(measure_adapters, ranks=sizes, counts=many, rows=rows, budget_s=budget)

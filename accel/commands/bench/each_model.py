@@ -28,6 +28,14 @@ def chosen_models(
     return place, names or [one for one in known if one.startswith("tiny") != (place.type == "cuda")]
 
 
+def whole_numbers(text: str) -> list[int]:
+    """Of "1,32". Raises BadParameter for anything else."""
+    found = [int(part) for part in text.split(",") if part.strip().isdigit()]
+    if len(found) < len(text.split(",")) or min(found) < 1:
+        raise typer.BadParameter("give whole numbers from 1 on, with commas between them")
+    return found
+
+
 def measure_each(
     case: str,
     about: str,

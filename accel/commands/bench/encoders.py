@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from accel.commands.bench.each_model import chosen_models, measure_each
+from accel.commands.bench.each_model import chosen_models, measure_each, whole_numbers
 from accel.commands.options import DEVICE_HELP
 
 
@@ -58,9 +58,7 @@ def bench_vision(
     from accel.bench.encoders.vision import VISION, measure_vision
 
     place, chosen = chosen_models(names, device, VISION)
-    sizes = [int(part) for part in batch.split(",") if part.strip().isdigit()]
-    if len(sizes) < len(batch.split(",")) or min(sizes) < 1:
-        raise typer.BadParameter("give whole numbers from 1 on, with commas between them")
+    sizes = whole_numbers(batch)
     shown = results.new_table("", "model", "batch", "way", "images/s", "ms", "error", left=3)
 
     def told(row: dict) -> Iterator[tuple[str, ...]]:

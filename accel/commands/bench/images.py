@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from accel.commands.options import DEVICE_HELP, DTYPE_HELP, parse_device, parse_dtype, quiet, wrong_folder
-from accel.options import ACTIVATIONS, SCHEMES, check_activations
+from accel.commands.options import DEVICE_HELP, DTYPE_HELP, parse_device, parse_dtype, quiet, user_errors, wrong_folder
+from accel.options import Options
 from accel.progress import progress_bar
 
 if TYPE_CHECKING:
@@ -35,10 +35,10 @@ def bench(
         float | None, typer.Option(min=1.0, help="cases: seconds after which no compiling and no other process begins")
     ] = None,
     weights: Annotated[
-        str | None, typer.Option(help="cases: of accel.optimize, such as int8; stock keeps its own; no time to ready")
+        str | None, typer.Option(help="of accel.optimize, such as int8; stock keeps its own; no time to ready")
     ] = None,
     activations: Annotated[
-        str | None, typer.Option(help="cases: of accel.optimize, with --weights of the same kind, such as int8")
+        str | None, typer.Option(help="of accel.optimize, with --weights of the same kind, such as int8")
     ] = None,
     device: Annotated[str | None, typer.Option(help=DEVICE_HELP)] = None,
     dtype: Annotated[str | None, typer.Option(help=DTYPE_HELP)] = None,
@@ -64,16 +64,12 @@ def bench(
     given: dict[str, Any] = {"prompt": prompt, "steps": steps, "size": size, "batch": batch}
     if not folders and (without := [name for name, value in given.items() if value is not None]):
         raise typer.BadParameter(f"--{without[0]} is for folders; cases have sizes of their own")
-    if weights is not None:
-        _checked(weights, folders, chosen)
-    if activations is not None:
-        _fit(activations, weights, set(kinds.values()))
-    options = {"weights": weights, "activations": activations}
-    timed: dict[str, Any] = {"budget_s": seconds, "limit_s": math.inf if limit is None else limit}
-    more: dict[str, Any] = {
-        "ready": ready,
-        "options": {name: value for name, value in options.items() if value is not None},
-    }
+    options: dict[str, Any] = {"weights": weights, "activations": activations}
+    options = {name: value for name, value in options.items() if value is not None}
+    with user_errors(None, ValueError):
+        Options(**options)
+    timed: dict[str, Any] = {"budget_s": seconds, "limit_s": math.inf if limit is None else limit, "options": options}
+    more: dict[str, Any] = {"ready": ready}
     # Name, what makes it, its dtype and the usual one, and further arguments.
     jobs: list[tuple[str, Callable, Any, Any, dict]] = [
         (_name(path), partial(subject.of_folder, path, place, kind, **given), kind, "float16", {}) for path in folders
@@ -112,8 +108,8 @@ def bench(
     if measured := [result for result in done if "ready" in result]:
         console.print(results.table(measured))
     for result in done:
-        if "lost" in result:
-            console.print(results.lost(result), highlight=False)
+        if "weights" in result:
+            console.print(f"{result['case']}: PSNR {result['quality']['psnr_db'] or math.inf:.1f} dB from stock")
         for line in results.trouble_lines(result):
             console.print(f"{result['case']}: {line}", highlight=False, markup=False)
     for line in wrong:
@@ -142,29 +138,3 @@ def _chosen(given: list[str], device: "torch.device") -> tuple[list[Path], list]
         unknown = ", ".join(repr(name) for name in error.args)
         message = f"unknown: {unknown}; give a folder with a saved model, or a case: {valid}"
         raise typer.BadParameter(message, param_hint="CASES") from None
-
-
-def _checked(weights: str, folders: list[Path], cases: list) -> None:
-    valid = [name for name in SCHEMES if not name.startswith("int4")]
-    if weights not in valid:
-        raise typer.BadParameter(f"{weights!r} is none of {', '.join(valid)}", param_hint="--weights")
-    others = [str(path) for path in folders] + [case.name for case in cases if case.entry != "forward"]
-    if others:
-        raise typer.BadParameter(f"for cases of denoisers; not for {', '.join(others)}", param_hint="--weights")
-
-
-def _fit(activations: str, weights: str | None, dtypes: "set[torch.dtype]") -> None:
-    import torch
-
-    if activations not in ACTIVATIONS:
-        message = f"{activations!r} is none of {', '.join(ACTIVATIONS)}"
-    elif weights is None:
-        message = f"{activations!r} needs --weights {activations.partition('-')[0]}"
-    elif activations == "fp8" and torch.float16 in dtypes:
-        message = "'fp8' gives bfloat16: give --dtype bf16"
-    else:
-        try:
-            return check_activations(activations, weights)
-        except ValueError as error:
-            message = str(error)
-    raise typer.BadParameter(message, param_hint="--activations")

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from accel.bench import timing
-from accel.bench.llm import cases, models, traffic
+from accel.bench.llm import models
 
 CPU = torch.device("cpu")
 
@@ -15,13 +14,6 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-@pytest.fixture(autouse=True)
-def short(monkeypatch):
-    """What is timed says nothing here, so it is timed no more often than it must be."""
-    monkeypatch.setattr(cases, "MOST_ROUNDS", timing.LEAST_ROUNDS)
-    monkeypatch.setitem(traffic.COPY_BYTES, "cpu", 2**20)
 
 
 @pytest.fixture

@@ -1,14 +1,10 @@
-"""Models of `accel bench llm`: their sizes, and the bytes a step of each reads."""
+"""Models of `accel bench llm`: their sizes, and stock beside accel."""
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, Mamba2Config, MixtralConfig
 
 import accel
-from accel.bench.llm import cases, configs, models
-from accel.bench.llm.traffic import Traffic
-from accel.bench.llm.variants import Variant, lossy_variant
-from accel.quantization.experts import QuantizedExperts
+from accel.bench.llm import configs, models
 from support.everything import EVERYTHING
 
 CPU = torch.device("cpu")
@@ -75,84 +71,17 @@ def test_stock_beside_it_is_over_the_same_weights(tiny):
     assert not any("forward" in vars(module) for module in stock.modules())
 
 
-def test_an_assistant_is_a_small_one_of_the_same_make(tiny):
-    tiny.config.num_hidden_layers = 2
-    helper = models.assistant(tiny, layers=1)
-    assert len(helper.model.layers) == 1 and helper.dtype == tiny.dtype
-    tiny.generate(**models.prompt(tiny, 1, 6), max_new_tokens=5, do_sample=False, assistant_model=helper)
-
-
-def test_bytes_of_a_step_by_hand(tiny):
-    traffic = Traffic.of(tiny)
-    hidden, inner, kv, vocabulary, layers = 32, 64, 16, 256, 2
-    assert traffic.weights == {
-        "QKV": 4 * layers * hidden * (hidden + 2 * kv),
-        "out": 4 * layers * hidden * hidden,
-        "gate and up": 4 * layers * 2 * hidden * inner,
-        "down": 4 * layers * hidden * inner,
-        "head": 4 * vocabulary * hidden,
-        "norms and rest": 4 * (2 * layers + 1) * hidden,
-    }
-    assert traffic.cache(3, 100) == 4 * 3 * 100 * layers * 2 * kv
-    assert traffic.step_bytes(3, 100) == sum(traffic.weights.values()) + traffic.cache(3, 100)
-    assert traffic.step(3, 100)["attention"] == traffic.cache(3, 100)
-
-
-def test_bytes_of_other_makes():
-    def traffic(config):
-        model = AutoModelForCausalLM.from_config(config).eval()
-        return model, Traffic.of(model)
-
-    sizes = {"vocab_size": 61, "num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2}
-    tokens = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-    model, found = traffic(GPT2Config(vocab_size=61, n_embd=32, n_layer=2, n_head=2, **tokens))
-    whole = sum(p.nbytes for p in model.parameters())
-    assert sum(found.weights.values()) == whole - model.transformer.wpe.weight.nbytes  # the head is the table, tied
-    more = {"intermediate_size": 48, "num_key_value_heads": 1}
-    _, found = traffic(Gemma2Config(**sizes, **more, **tokens, head_dim=16, sliding_window=8))
-    each = 4 * 2 * 16
-    assert found.cache(1, 100) == each * (8 + 100)  # every second layer sees a window
-    _, found = traffic(MixtralConfig(**sizes, **more, **tokens, num_local_experts=4, num_experts_per_tok=1))
-    experts = found.weights["experts"]
-    assert found.step(1, 1)["experts"] == experts // 4
-    assert experts * 0.6 < found.step(4, 1)["experts"] < experts * 0.7  # 1 - (3/4)^4
-    spaces = {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 1, "chunk_size": 8}
-    _, found = traffic(Mamba2Config(vocab_size=61, num_hidden_layers=2, hidden_size=32, **spaces))
-    kept = 4 * (8 * 8 * 8 + (64 + 2 * 8) * 4)  # a state, and four inputs of the convolution
-    assert found.cache(3, 100) == 3 * 2 * 2 * kept  # read and written, in both layers
-
-
-def test_a_step_reads_less_of_rounded_experts_as_far_as_they_are_hit():
-    config = MixtralConfig(
-        vocab_size=61, num_hidden_layers=2, hidden_size=32, num_attention_heads=2, num_key_value_heads=1,
-        intermediate_size=48, num_local_experts=4, num_experts_per_tok=1,
-    )  # fmt: skip
-    stock = AutoModelForCausalLM.from_config(config).eval()
-    traffic = Traffic.of(stock)
-    work = cases.Work(stock, traffic, 1e9, CPU, (1,), (64,), 8, 64)
-    fewer, told = lossy_variant(stock, "int8", {"weights": "int8"}, CPU)
-    held = [module for module in fewer.model.modules() if isinstance(module, QuantizedExperts)]
-    numbers = sum(tensor.nbytes for module in held for tensor in module.buffers())
-    assert len(held) == 2 and fewer.saved_experts == 2 * 4 * 3 * 32 * 48 * 4 - numbers > 2 * numbers
-    assert told["mb_before"] > told["mb"]
-    for rows, hit in ((1, 1 / 4), (4, 1 - 0.75**4)):
-        shares = [
-            work.rate(rows, 64, {"step": 1e-3, "call": 1e-3}, one)["share_of_bandwidth"]
-            for one in (Variant("", stock), fewer)
-        ]
-        less = fewer.saved + hit * fewer.saved_experts
-        assert shares[0] - shares[1] == pytest.approx(less / 1e9 / 1e-3, abs=2e-4)
-
-
-def test_a_step_reads_less_of_a_rounded_cache(tiny):
-    traffic = Traffic.of(tiny)
-    work = cases.Work(tiny, traffic, 1e9, CPU, (1,), (64,), 8, 64)
-    shares = [
-        work.rate(4, 64, {"step": 1e-3, "call": 1e-3}, Variant("", tiny, kept=kept))["share_of_bandwidth"]
-        for kept in (1.0, 0.375)
-    ]
-    cache = traffic.cache(4, 64 + (work.few + work.many) // 2)
-    assert shares[0] - shares[1] == pytest.approx(0.625 * cache / 1e9 / 1e-3, abs=2e-4)
+@torch.no_grad()
+def test_requests_of_a_batch_are_answered(tiny, monkeypatch):
+    monkeypatch.setattr("gc.collect", lambda *_: 0)  # stock's manager looks through all objects of the tests
+    prompts = models.requests(tiny, 3, 4, 9)
+    assert prompts == models.requests(tiny, 3, 4, 9) and all(4 <= len(one) <= 9 for one in prompts)
+    wanted = models.answers(models.beside(tiny), prompts, 3)
+    assert models.answers(accel.optimize(tiny, cpu="fuse"), prompts, 3) == wanted
+    assert not accel.report(tiny).fallbacks
+    with pytest.raises(ValueError, match="instead of 3"):
+        monkeypatch.setattr(tiny, "generate_batch", lambda **given: {})
+        models.answers(tiny, prompts, 3)
 
 
 @torch.no_grad()

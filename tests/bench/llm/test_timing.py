@@ -1,5 +1,7 @@
-"""What `accel bench llm` takes for the time of a step, of a call and until ready."""
+"""`accel bench llm`: what it takes for the time of a step and until ready, the file it writes, and what fails."""
 
+import json
+import time
 from itertools import chain
 from pathlib import Path
 from pkgutil import resolve_name
@@ -8,86 +10,124 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from accel import api
 from accel.bench import timing
-from accel.bench.llm import cases
-from accel.bench.llm.traffic import Traffic, copy_bandwidth
-from accel.bench.llm.variants import Variant
+from accel.bench.llm import generate
 from accel.bench.ready import process, states
 from accel.bench.ready.parts import PARTS
-from accel.libraries.cache import generating_cache
+from support.command_line import run_command
 from support.everything import EVERYTHING
 
 ROOT = Path(__file__).parents[3]
 CPU = torch.device("cpu")
 
 
+def bench(tmp_path, *arguments):
+    given = ("--batch", "1,3", "--new-tokens", "3", "--budget", "0.05", "--device", "cpu", "--out", tmp_path)
+    return run_command("bench", "llm", "--model", "tiny", *given, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("options", "loses"), [((), False), (("--weights", "int8", "--activations", "int8", "--kv-cache", "int8"), True)]
+)
+def test_a_whole_run(tmp_path, monkeypatch, options, loses):
+    monkeypatch.setattr(generate, "PROMPT", 64)
+    steps = generate._in_turns  # on a busy host the difference of two calls may come out below zero
+
+    def positive(*given):
+        return {name: [abs(median) + 1e-6 for median in medians] for name, medians in steps(*given).items()}
+
+    monkeypatch.setattr(generate, "_in_turns", positive)
+    result = bench(tmp_path, "--context", "32,2100,64", *options)
+    assert result.exit_code == 1 and "2048 positions" in result.output and "ms a step" in result.output
+    figures = json.loads((tmp_path / "cpu-llm.json").read_text())
+    assert figures["dtype"] == "float32" and figures["machine"]["gpu"] is None and {"commit", "date"} <= set(figures)
+    (row,) = figures["rows"]
+    assert row["quality"]["passed"] and row["restored_bit_equal"] is True and row["sites"] and not row["fallbacks"]
+    assert (row["quality"]["lossy"] is not None) == loses and row.get("weights") == ("int8" if loses else None)
+    failing = "batch 1, context 2100"
+    calls = ["batch 1, context 32", "batch 3, context 32", failing, "batch 1, context 64", "prompt of 64"]
+    assert list(row["llm"]) == calls and list(row["llm"].pop(failing)) == ["failed"]
+    assert all(one[way]["call_ms"] > 0 for one in row["llm"].values() for way in ("stock", "accel"))
+    assert row["llm"]["batch 3, context 32"]["accel"]["tok_s"] > 0
+
+
+def test_no_figure_for_a_wrong_result(tmp_path, monkeypatch):
+    plan = api.plan_for
+
+    def wrong(part, context):
+        made = plan(part, context)
+        if not made.patches:
+            made.patches = []
+        made.apply = lambda: setattr(
+            part.lm_head, "forward", lambda x: 1.01 * torch.nn.functional.linear(x, part.lm_head.weight)
+        )
+        made.undo = lambda: vars(part.lm_head).pop("forward", None)
+        return made
+
+    monkeypatch.setattr(api, "plan_for", wrong)
+    result = bench(tmp_path, "--context", "32")
+    assert result.exit_code == 1 and "nothing was timed" in result.output
+    assert "llm" not in json.loads((tmp_path / "cpu-llm.json").read_text())["rows"][0]
+
+
+@pytest.mark.parametrize(
+    "code, arguments, message",
+    [
+        (2, ("--model", "llama-9b"), "'llama-9b' is no model of"),
+        (2, ("--model", "tiny", "--batch", "1,x"), "give whole numbers"),
+        (2, ("--model", "tiny", "--weights", "int3"), "int3"),
+        (2, ("--model", "tiny", "--kv-cache", "int4"), "int4"),
+        (1, ("--model", ROOT / "examples/models/tiny-sd-digits/text_encoder"), "no causal language model"),
+    ],
+    ids=str,
+)
+def test_it_refuses(code, arguments, message, tmp_path):
+    result = run_command("bench", "llm", *arguments, "--device", "cpu", "--out", tmp_path)
+    assert result.exit_code == code and message in " ".join(result.output.replace("│", " ").split())
+
+
 def test_a_step_is_the_difference_of_two_calls(tiny, monkeypatch):
-    """A model whose calls cost 30 ms, and 1 ms a token."""
-    work = cases.Work(tiny, Traffic.of(tiny), copy_bandwidth(CPU), CPU, (2,), (16,), 40, 0)
-    now = [0.0]
+    """A model whose calls cost 30 ms, and 1 ms a token; and one whose tokens take no time."""
+    now, each = [0.0], 0.001
     monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: now[0]))
 
-    def generate(input_ids, attention_mask, max_new_tokens, do_sample):
-        now[0] += 0.03 + 0.001 * max_new_tokens
+    def called(input_ids, attention_mask, max_new_tokens, do_sample):
+        now[0] += 0.03 + each * max_new_tokens
         return torch.zeros(input_ids.shape[0], input_ids.shape[1] + max_new_tokens)
 
-    (case,) = cases.decode(work)
-    variant = Variant("slow", SimpleNamespace(generate=generate))
-    found = cases.interleaved(case, [variant], CPU, 0.3, lambda error, variant: pytest.fail(str(error)))["slow"]
-    assert found["ms_step"] == pytest.approx(1.0)
-    assert found["tok_s"] == pytest.approx(2e3 / found["ms_step"], rel=1e-2)
-    assert found["call_ms"] == pytest.approx(30 + 45) and found["first_s"] > 0.03 and found["rounds"] >= 2
-
-
-def test_steps_of_many_rows_go_on_from_a_prompt_computed_before(tiny, monkeypatch):
-    """Calls with the prompt in them are none of those whose difference is taken."""
-    work = cases.Work(tiny, Traffic.of(tiny), copy_bandwidth(CPU), CPU, (3, 5), (8,), 4, 0)
-    monkeypatch.setattr(cases, "MOST_PROMPT", 30)
-    asked = []
-
-    def generate(input_ids, **more):
-        cache = generating_cache(more)
-        stored = 0 if cache is None else cache.get_seq_length()
-        asked.append((len(input_ids), input_ids.shape[1] - stored))
-        return tiny.generate(input_ids, **more)
-
-    few, many = cases.decode(work)
-    assert "prompt" not in few.about and many.about["prompt"] == "computed before"
-    assert few.compiled and not many.compiled
-    sample = many.prepare(Variant("tiny", SimpleNamespace(generate=generate)))
-    for _ in range(2):
-        found = sample()
-        assert found.keys() == {"call", "step"} and asked == [(5, 8), (5, 1), (5, 1)]
-        asked.clear()
+    monkeypatch.setattr(tiny, "generate", called)
+    found = generate.decode_steps({"slow": tiny}, 2, 16, 40, 0.3)["slow"]
+    assert found["ms_step"] == pytest.approx(1.0) and found["tok_s"] == pytest.approx(2e3, rel=1e-2)
+    assert found["call_ms"] == pytest.approx(30 + 45)
+    each = 0.0
+    with pytest.raises(ValueError, match="took no longer"):
+        generate.decode_steps({"slow": tiny}, 2, 16, 40, 0.3)
 
 
 def test_stopping_early_is_no_time():
-    generate = SimpleNamespace(generate=lambda input_ids, **kwargs: torch.zeros(1, 9))
+    stopping = SimpleNamespace(generate=lambda input_ids, **kwargs: torch.zeros(1, 9))
     with pytest.raises(ValueError, match="stopped after 5 of 7 tokens"):
-        Variant("short", generate).generate({"input_ids": torch.zeros(1, 4)}, 7)
+        generate._generate(stopping, {"input_ids": torch.zeros(1, 4)}, 7)
 
 
-@pytest.mark.parametrize("failing", ["prepare", "first", "later"])
-def test_one_that_fails_leaves_the_others(failing):
-    calls = []
-
-    def prepare(variant):
-        def sample():
-            calls.append(variant.name)
-            if variant.name == "bad" and failing != "prepare" and (failing == "first" or calls.count("bad") > 2):
-                raise RuntimeError("too bad")
-            return {"x": float(len(calls))}
-
-        if variant.name == "bad" and failing == "prepare":
-            raise RuntimeError("too bad")
-        return sample
+def test_one_that_fails_leaves_the_others():
+    def bad():
+        raise RuntimeError("too bad")
 
     failures = []
-    case = cases.TimedCase("part", {"batch": 1}, prepare, lambda median, variant: median)
-    variants = [Variant("bad", None), Variant("good", None)]
-    found = cases.interleaved(case, variants, CPU, 0.01, lambda error, variant: failures.append((variant, str(error))))
-    assert list(found) == ["good"] and failures == [("bad", "too bad")]
-    assert found["good"]["rounds"] >= timing.LEAST_ROUNDS
+    samples = {"bad": bad, "good": lambda: 1.0}
+    found = timing.take_turns(samples, clock=timing.Clock(0.01), fail=lambda *told: failures.append(told))
+    assert list(found) == ["good"] and [(name, str(error)) for name, error in failures] == [("bad", "too bad")]
+    assert len(found["good"]) >= timing.LEAST_ROUNDS
+
+
+def test_a_limit_of_time_is_kept():
+    with pytest.raises(TimeoutError, match=r"0\.05 s"), timing.within(0.05):
+        time.sleep(60)  # which nothing but the limit ends with this error
+    with timing.within(0.05):
+        pass
+    time.sleep(0.1)  # nothing is left to go off
 
 
 def test_the_functions_whose_seconds_are_told_exist():
