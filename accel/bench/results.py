@@ -142,8 +142,6 @@ def table(results: list[dict]) -> Table:
 
 
 def _ready(ready: dict, variant: str) -> str:
-    keys = {"stock": ("stock_first_call_s",), "compile": ("compile_s", "compile_warm_s"), "accel": ("cold_s", "warm_s")}
+    keys = {"stock": ("stock_first_call_s",), "compile": ("compile_s", "compile_warm_s"), "accel": ("in_process_s",)}
     found = [ready[key] for key in keys[variant] if key in ready]
-    if variant == "accel" and not found:
-        found = [ready[key] for key in ("in_process_s",) if key in ready]
     return " / ".join(f"{seconds:.1f}" for seconds in found) or "-"

@@ -1,6 +1,5 @@
 """`accel demo`."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -34,11 +33,9 @@ def demo(
     """Draw ten digits by a UNet and by a transformer and continue a prompt, stock and optimized, and compare them."""
     from accel.demo import contact_sheet, continuation, digits
 
-    folders = (
-        _found("--model", digits.find_model, model),
-        _found("--transformer", digits.find_transformer, transformer),
-    )
-    language_folder = _found("--language-model", continuation.find_model, language_model)
+    given = (model, digits.MODEL, "--model"), (transformer, digits.TRANSFORMER, "--transformer")
+    folders = [_found(*one, "pipeline") for one in given]
+    language_folder = _found(language_model, continuation.MODEL, "--language-model", "model")
     place = parse_device(device)
     kind = parse_dtype(dtype, place)
     quiet()
@@ -63,11 +60,12 @@ def demo(
     console.print(Text(YOUR_CODE, style="green"), soft_wrap=True)
 
 
-def _found(option: str, find: Callable[[Path | None], Path], folder: Path | None) -> Path:
+def _found(folder: Path | None, shipped: Path, option: str, kind: str) -> Path:
+    from accel.demo.comparison import find_folder
     from accel.saved import refuse_pickles
 
     try:
-        found = find(folder)
+        found = find_folder(folder, shipped, kind)
         refuse_pickles(found)
         return found
     except (FileNotFoundError, ValueError) as error:

@@ -24,11 +24,12 @@ from accel.bench.timing import seconds, take_turns
 from accel.report import Report
 
 CHECKOUT = Path(__file__).parents[2]
+INDEX = {"model": "config.json", "pipeline": "model_index.json"}
 
 
-def find_folder(given: Path | None, shipped: Path, kind: str, index: str) -> Path:
-    """The given folder; without one, what a checkout ships. FileNotFoundError where no file `index` is in it."""
-    candidates = [given] if given else [shipped, CHECKOUT / shipped]
+def find_folder(given: Path | None, shipped: Path, kind: str) -> Path:
+    """The given folder; without one, what a checkout ships. Raises FileNotFoundError where it holds none of this kind."""
+    candidates, index = [given] if given else [shipped, CHECKOUT / shipped], INDEX[kind]
     for candidate in candidates:
         if (candidate / index).is_file():
             return candidate

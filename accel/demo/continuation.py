@@ -11,16 +11,11 @@ from rich.table import Table
 from rich.text import Text
 
 from accel import saved
-from accel.demo.comparison import Comparison, find_folder, run_both
+from accel.demo.comparison import Comparison, run_both
 
 MODEL = Path("examples", "models", "tiny-lm")
 PROMPT = "It was a beautiful evening, and Emma"
 RUNS = 3  # of each model, timed; one before them is not
-
-
-def find_model(folder: Path | None) -> Path:
-    """The given folder; without one, the language model of a checkout. Raises FileNotFoundError saying what to do."""
-    return find_folder(folder, MODEL, "model", "config.json")
 
 
 @dataclass(frozen=True)

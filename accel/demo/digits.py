@@ -11,7 +11,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from accel import saved
-from accel.demo.comparison import Comparison, find_folder, run_both
+from accel.demo.comparison import Comparison, run_both
 from accel.demo.contact_sheet import contact_sheet
 
 MODEL = Path("examples", "models", "tiny-sd-digits")
@@ -19,16 +19,6 @@ TRANSFORMER = Path("examples", "models", "tiny-dit-digits")
 DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 PROMPT = "a handwritten {}"
 AMPLIFY = 10  # the difference is drawn this many times as strong
-
-
-def find_model(folder: Path | None) -> Path:
-    """The given folder; without one, the UNet's pipeline of a checkout. Raises FileNotFoundError saying what to do."""
-    return find_folder(folder, MODEL, "pipeline", "model_index.json")
-
-
-def find_transformer(folder: Path | None) -> Path:
-    """The same of the transformer's pipeline."""
-    return find_folder(folder, TRANSFORMER, "pipeline", "model_index.json")
 
 
 @dataclass(frozen=True)

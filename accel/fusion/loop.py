@@ -59,7 +59,3 @@ class DenoisingLoop(PerThread):
     def begin(self, schedulers: Iterable[object] = ()) -> None:
         self._local.number = next(self._numbers)
         self._local.schedulers = tuple(map(ref, schedulers))
-
-    def forget(self) -> None:
-        """As if this thread had begun none."""
-        self._local.number, self._local.schedulers = 0, ()

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from accel.commands.app import app
 from accel.demo import contact_sheet, continuation, digits
-from accel.demo.comparison import speed_ratio
+from accel.demo.comparison import find_folder, speed_ratio
 from accel.planning.whole_models import ON_CPU
 from accel.report import Report
 from support.everything import EVERYTHING
@@ -69,19 +69,17 @@ def test_both_pipelines_draw_the_same(comparison):
     assert comparison.ready_s >= 0 and comparison.peak_mb is None and comparison.report.summary()
 
 
-PARTS = {
-    digits.find_model: digits.MODEL,
-    digits.find_transformer: digits.TRANSFORMER,
-    continuation.find_model: continuation.MODEL,
-}
+PARTS = {digits.MODEL: "pipeline", digits.TRANSFORMER: "pipeline", continuation.MODEL: "model"}
 
 
-@pytest.mark.parametrize("find", PARTS, ids=lambda find: PARTS[find].name)
-def test_the_model_is_found_in_a_checkout_from_anywhere_and_named_where_it_is_missing(find, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("shipped", "kind"), PARTS.items(), ids=lambda one: str(one))
+def test_the_model_is_found_in_a_checkout_from_anywhere_and_named_where_it_is_missing(
+    shipped, kind, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
-    assert find(None).resolve() == (ROOT / PARTS[find]).resolve()
+    assert find_folder(None, shipped, kind).resolve() == (ROOT / shipped).resolve()
     with pytest.raises(FileNotFoundError, match="nowhere"):
-        find(tmp_path / "nowhere")
+        find_folder(tmp_path / "nowhere", shipped, kind)
 
 
 @pytest.fixture(scope="module")

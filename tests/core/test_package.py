@@ -257,7 +257,7 @@ SHARED = {
         **dict.fromkeys(("load", "quantize", "report", "verify"), "a function, and the command of its name"),
         "quantize_layer": "the one entry of each algorithm",
         "round_activations": "the stage of that name, for images and for text",
-        **dict.fromkeys(("find_model", "run"), "of each part of the demo; run also of the benchmark of a module"),
+        "run": "of each part of the demo, and of the benchmark of a module",
     },
     KERNELS: {
         **dict.fromkeys(("reference", "supports"), "of each op, which holds them"),

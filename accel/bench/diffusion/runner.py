@@ -15,8 +15,6 @@ from accel.bench.compiled import Compiler, fresh_inductor_cache
 from accel.bench.diffusion.subject import Subject
 from accel.bench.machine import provenance
 from accel.bench.memory import peak_mb, release
-from accel.bench.ready.names import CASE
-from accel.bench.ready.states import lost_s, measure_states
 from accel.bench.results import BenchRecord, WrongResult
 from accel.bench.timing import compare_times, seconds
 from accel.bench.weights import SEED
@@ -24,9 +22,8 @@ from accel.comparison import worst_rms
 from accel.planning.targets import models_in
 from accel.verification.metrics import Quality, tensors
 
-STAGES = ("building", "stock", "accel: correctness and memory", "torch.compile", "timing", "time to ready")
+STAGES = ("building", "stock", "accel: correctness and memory", "torch.compile", "timing")
 TO_A_GRAPH = 3  # calls: eager, captured, replayed
-LEAST_READY = 60.0  # seconds that a process which has been begun gets at least
 
 
 def stock_twin(obj: Any) -> Any:
@@ -45,7 +42,6 @@ def run(
     dtype: torch.dtype,
     *,
     compiler: Compiler | None = None,
-    ready: bool = False,
     options: dict[str, Any] | None = None,
     budget_s: float = 2.0,
     limit_s: float = math.inf,
@@ -55,9 +51,8 @@ def run(
     """Runs what `make` gives; the result as one dict, ready for JSON. Raises WrongResult before any figure.
 
     What fails, accel or torch.compile, is told under `failed`, and the others are timed all the same.
-    compiler: makes compiled steps to time beside. ready: whether to measure the time to ready of the case of this name.
-    options: of `accel.optimize`.
-    limit_s: after so many seconds neither torch.compile nor the time to ready is begun, which `skipped` tells.
+    compiler: makes compiled steps to time beside. options: of `accel.optimize`.
+    limit_s: after so many seconds torch.compile is not begun, which `skipped` tells.
     keep: is given the result as it grows.
     """
     options = options or {}
@@ -71,12 +66,6 @@ def run(
         if compiler is not None:
             torch.compiler.reset()  # its graphs hold memory, and the next case of this class would count as a recompile
         release(device)
-    if ready and "weights" not in options and record.in_time(case="time to ready"):
-        stage(STAGES[5])
-        try:
-            record.body["ready"] |= _ready(record, name, device, dtype)
-        except RuntimeError as error:
-            record.fail(error, case="time to ready")
     return record.result
 
 
@@ -201,16 +190,3 @@ def _compiled(
     record.body["peak_memory_mb"]["compile"] = memory
     record.body.setdefault("error", {})["compile_vs_stock"] = worst_rms(own, stock)
     return step
-
-
-def _ready(record: BenchRecord, name: str, device: torch.device, dtype: torch.dtype) -> dict[str, float]:
-    """Seconds in fresh processes. Raises RuntimeError where one fails or takes more than is left."""
-
-    def left() -> float | None:
-        return None if math.isinf(record.clock.total) else max(record.clock.left(), LEAST_READY)
-
-    rows = measure_states(f"{name}+{CASE}", device, dtype, left=left)
-    found = {"stock_first_call_s": rows["stock"]["ready_s"]}
-    for state in ("cold", "warm"):
-        found |= {f"{state}_s": rows[state]["ready_s"], f"{state}_lost_s": lost_s(rows[state])}
-    return found

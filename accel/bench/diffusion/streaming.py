@@ -11,8 +11,9 @@ from torch import nn
 import accel
 from accel.bench.adapters import plain_subject
 from accel.bench.budgets import Figures, within_each
+from accel.bench.doctor import bandwidth, bus_rates, product_rates
 from accel.bench.memory import device_bytes, device_peak, release
-from accel.bench.timing import Clock, seconds, synchronize
+from accel.bench.timing import Clock, synchronize
 from accel.libraries.experts import experts_of_a_token
 from accel.offload.blocks import sizes_of
 from accel.offload.budget import predicted_seconds, room_for_weights, streamed_blocks
@@ -22,7 +23,6 @@ from accel.quantization.scheme import Scheme
 Call = Callable[[nn.Module, int], Any]
 STEPS = 4  # timed, as of a distilled model's image
 WARM = 4  # before them: the first tells what a call needs, then kernels are chosen and a graph is captured
-SAMPLE = 2**28  # bytes by which speeds are measured
 
 
 @torch.no_grad()
@@ -106,16 +106,9 @@ def _group_offload(model: nn.Module, device: torch.device) -> Iterator[None]:
 
 def speeds(device: torch.device) -> dict[str, float]:
     """Of this card, by short runs, a second: bytes from pinned memory, bytes within its own, operations in 16 bits."""
-    there = torch.empty(SAMPLE, dtype=torch.uint8, device=device)
-    here, twin = torch.empty(SAMPLE, dtype=torch.uint8).pin_memory(), torch.empty_like(there)
-    square = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
-    bus = _fastest(lambda: there.copy_(here, non_blocking=True), device)
-    copied, multiplied = (_fastest(run, device) for run in (lambda: twin.copy_(there), lambda: square @ square))
-    return {"bus": SAMPLE / bus, "memory": 2 * SAMPLE / copied, "rate": 2 * 8192**3 / multiplied}
-
-
-def _fastest(run: Callable[[], object], device: torch.device) -> float:
-    return min(seconds(run, device) for _ in range(6))
+    bus, rates = dict(bus_rates(device)), dict(product_rates(device))
+    rate = max(rates.get(kind, 0.0) for kind in ("float16", "bfloat16"))
+    return {"bus": bus.get("pinned to device", bus["pageable to device"]), "memory": bandwidth(device), "rate": rate}
 
 
 def in_fewer_bits(model: nn.Module, weights: str) -> None:

@@ -1,6 +1,5 @@
 """A model in each of three states, in fresh processes: with empty caches, with those that it left, and stock."""
 
-import statistics
 import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -36,16 +35,3 @@ def measure_states(
         for state in rows.keys() - {"stock"}:
             rows[state]["over_stock_s"] = round(rows[state]["ready_s"] - rows["stock"]["first_call_s"], 3)
     return rows
-
-
-def steady_s(row: dict[str, Any]) -> float:
-    """Seconds of a later call."""
-    return statistics.median(row["later_calls_s"])
-
-
-def lost_s(row: dict[str, Any]) -> float:
-    """Seconds that getting ready and the first calls took beyond as many later ones: a graph captured in the second
-    call is in it, for one.
-    """
-    early = [row["ready_s"], *row["later_calls_s"]]
-    return round(max(0.0, sum(early) - len(early) * steady_s(row)), 3)

@@ -29,14 +29,9 @@ def bench(
         bool | None,
         typer.Option("--compile/--no-compile", help="torch.compile too, minutes a case; on a GPU by default"),
     ] = None,
-    ready: Annotated[bool, typer.Option(help="measure a case's time to ready, in fresh processes")] = True,
     seconds: Annotated[float, typer.Option(min=0.01, help="about how long to time each variant")] = 2.0,
-    limit: Annotated[
-        float | None, typer.Option(min=1.0, help="cases: seconds after which no compiling and no other process begins")
-    ] = None,
-    weights: Annotated[
-        str | None, typer.Option(help="of accel.optimize, such as int8; stock keeps its own; no time to ready")
-    ] = None,
+    limit: Annotated[float | None, typer.Option(min=1.0, help="cases: seconds after which no compiling begins")] = None,
+    weights: Annotated[str | None, typer.Option(help="of accel.optimize, such as int8; stock keeps its own")] = None,
     activations: Annotated[
         str | None, typer.Option(help="of accel.optimize, with --weights of the same kind, such as int8")
     ] = None,
@@ -69,16 +64,15 @@ def bench(
     with user_errors(None, ValueError):
         Options(**options)
     timed: dict[str, Any] = {"budget_s": seconds, "limit_s": math.inf if limit is None else limit, "options": options}
-    more: dict[str, Any] = {"ready": ready}
     # Name, what makes it, its dtype and the usual one, and further arguments.
     jobs: list[tuple[str, Callable, Any, Any, dict]] = [
         (_name(path), partial(subject.of_folder, path, place, kind, **given), kind, "float16", {}) for path in folders
     ]
     compiles = place.type == "cuda" if compiled is None else compiled
     for case in chosen:
-        more["compiler"] = compiler_of(case) if compiles else None
+        more = {"compiler": compiler_of(case) if compiles else None}
         usual, own = str(case.dtype).removeprefix("torch."), kinds[case.name]
-        jobs.append((case.name, partial(subject.of_case, case, place, own), own, usual, dict(more)))
+        jobs.append((case.name, partial(subject.of_case, case, place, own), own, usual, more))
     quiet()
     console = Console()
     done: list[dict] = []
