@@ -28,7 +28,7 @@ INDEX = {"model": "config.json", "pipeline": "model_index.json"}
 
 
 def find_folder(given: Path | None, shipped: Path, kind: str) -> Path:
-    """The given folder; without one, what a checkout ships. Raises FileNotFoundError where it holds none of this kind."""
+    """The given folder; without one, what a checkout ships. Raises FileNotFoundError where it holds no such kind."""
     candidates, index = [given] if given else [shipped, CHECKOUT / shipped], INDEX[kind]
     for candidate in candidates:
         if (candidate / index).is_file():

@@ -1,17 +1,17 @@
 """`accel bench ready`: seconds until a model is optimized and its first call done, by part."""
 
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
-from accel.commands.options import DEVICE_HELP, parse_device, quiet
-from accel.progress import progress_bar
+from accel.commands.bench.each_model import measure_each
+from accel.commands.options import DEVICE_HELP, parse_device
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    import torch
 
 
 def bench_ready(
@@ -35,7 +35,6 @@ def bench_ready(
     count. Without names: a small model of each kind. Ends with 1 where one fails.
     """
     from accel.bench import results
-    from accel.bench.machine import provenance, slug
     from accel.bench.ready.names import NamedModel
     from accel.bench.ready.states import STATES, measure_states
 
@@ -48,43 +47,22 @@ def bench_ready(
         raise typer.BadParameter(str(error), param_hint="NAMES") from None
     if unknown := [state for state in wanted if state not in STATES]:
         raise typer.BadParameter(f"{unknown[0]!r} is none of {', '.join(STATES)}", param_hint="--states")
-    quiet()
-    console = Console()
-    rows: list[dict] = []
-    dtypes = {name: asked.dtype(place) for name, asked in chosen.items()}
-    result = {"case": "ready", "about": "time to ready, by part, in fresh processes", "rows": rows}
-    result |= provenance(place, next(iter(dtypes.values())))
-    path = out / f"{slug(place)}-ready.json"
-    with progress_bar(console) as progress:
-        task = progress.add_task("", total=len(chosen))
-        for name, dtype in dtypes.items():
-            progress.update(task, description=name)
-            more = ("--profile",) if profile else ()
-            try:
-                rows += measure_states(name, place, dtype, wanted, more, lambda: limit).values()
-            except RuntimeError as error:
-                rows.append({"name": name, "failed": str(error)[-1500:]})
-            results.write(result, path)
-            progress.advance(task)
-    console.print(_table(rows))
-    console.print(f"written to {path}")
-    if any("failed" in row for row in rows):
-        raise typer.Exit(1)
+    more, headings = ("--profile",) * profile, ("optimize s", "first call s", "ready s", "beyond stock s", "most of it")
+    shown = results.new_table("", "model", "state", *headings, left=2)
 
+    def measure(name: str, place: "torch.device") -> dict:
+        try:
+            return {"ready": measure_states(name, place, chosen[name].dtype(place), wanted, more, lambda: limit)}
+        except RuntimeError as error:
+            return {"failed": str(error)[-1500:]}
 
-def _table(rows: list[dict]) -> "Table":
-    """One line a state; of the parts the three that take longest."""
-    from accel.bench.results import cell, new_table
+    def told(row: dict) -> Iterator[tuple[str, ...]]:
+        for state, one in row["ready"].items():
+            parts = Counter(one.get("parts_of_optimize", {}))
+            parts.update(one["parts_of_first_call"])
+            most = ", ".join(f"{part.removesuffix('_s')} {took:.1f}" for part, took in parts.most_common(3))
+            figures = (one.get(key) for key in ("optimize_s", "first_call_s", "ready_s", "over_stock_s"))
+            yield state, *(results.cell(figure, "{:.2f}") for figure in figures), most
 
-    headings = ("model", "state", "optimize s", "first call s", "ready s", "beyond stock s", "most of it")
-    shown = new_table("", *headings, left=2)
-    for row in rows:
-        if "failed" in row:
-            shown.add_row(row["name"], row["failed"].strip().splitlines()[-1])
-            continue
-        parts = Counter(row.get("parts_of_optimize", {}))
-        parts.update(row["parts_of_first_call"])
-        most = ", ".join(f"{part.removesuffix('_s')} {took:.1f}" for part, took in parts.most_common(3))
-        figures = (row.get(key) for key in ("optimize_s", "first_call_s", "ready_s", "over_stock_s"))
-        shown.add_row(row["name"], row["state"], *(cell(one, "{:.2f}") for one in figures), most)
-    return shown
+    about = "time to ready, by part, in fresh processes"
+    measure_each("ready", about, list(chosen), place, out, measure, told, shown)

@@ -23,10 +23,10 @@ from accel_kernels.gemm.blocks.block_weight import BlockArguments
 from accel_kernels.gemm.blocks.unpacking_triton import UNPACKING, format_flags, unpack_blocks
 from accel_kernels.gemm.epilogue_triton import tile_place
 from accel_kernels.gemm.fused_linear import apply_norm
-from accel_kernels.gemm.gluon_triton import RENAMED, all_threads, column_blocks, start_load
+from accel_kernels.gemm.gluon_triton import RENAMED, all_threads, column_blocks, start_load, tensor_map
 from accel_kernels.gemm.hopper.finish_triton import finish_arguments, finished, placed
 from accel_kernels.gemm.hopper.hopper_gemm import mapped
-from accel_kernels.gemm.hopper.hopper_gemm_triton import matrix, tensor_map
+from accel_kernels.gemm.hopper.hopper_gemm_triton import matrix
 from accel_kernels.gemm.hopper.load_triton import GROUP
 from accel_kernels.gemm.quantized_weight import MOST_BLOCK_ROWS, MOST_UNPACKED_ROWS, WeightFormat
 from accel_kernels.sizes import cdiv

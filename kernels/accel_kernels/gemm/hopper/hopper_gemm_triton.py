@@ -18,12 +18,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from accel_kernels.device import multiprocessors
 from accel_kernels.gemm.epilogue import Epilogue
 from accel_kernels.gemm.epilogue_triton import tile_place
-from accel_kernels.gemm.gluon_triton import RENAMED, all_threads, column_blocks, start_store
+from accel_kernels.gemm.gluon_triton import RENAMED, all_threads, column_blocks, start_store, tensor_map
 from accel_kernels.gemm.hopper.finish_triton import finish_arguments, finished, placed
 from accel_kernels.gemm.hopper.load_triton import GROUP, load
 from accel_kernels.gemm.quantize_rows import QuantizedRows
@@ -305,11 +304,3 @@ def _wider(rows: int, n: int, ends: tuple[int, ...], rank: int, device: torch.de
 def matrix(tensor: torch.Tensor) -> torch.Tensor:
     """(..., N) of evenly spaced rows as (M, N), a view."""
     return tensor.view(-1, tensor.shape[-1])
-
-
-def tensor_map(matrix: torch.Tensor, height: int, width: int) -> TensorDescriptor:
-    """Of boxes of so many rows and columns, of 8 or 16 bits."""
-    kind = {1: gl.int8, 2: gl.float16}[matrix.element_size()]
-    layout = gl.NVMMASharedLayout.get_default_for([height, width], kind)
-    strides = [matrix.stride(0) if matrix.shape[0] > 1 else matrix.shape[1], 1]
-    return TensorDescriptor(matrix, list(matrix.shape), strides, [height, width], layout)

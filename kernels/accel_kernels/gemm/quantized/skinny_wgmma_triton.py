@@ -27,10 +27,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from accel_kernels.device import multiprocessors, programmatic
-from accel_kernels.gemm.gluon_triton import all_threads, column_blocks, start_load
+from accel_kernels.gemm.gluon_triton import all_threads, column_blocks, start_load, tensor_map
 from accel_kernels.gemm.quantized.operands.permuted_activations_triton import box_columns, permute_activations
 from accel_kernels.gemm.quantized.operands.unpacking_triton import zero_point
 from accel_kernels.gemm.quantized.operands.wgmma_operands_triton import (
@@ -249,10 +248,6 @@ def refusal(x, weight, up) -> str | None:
     return None
 
 
-def _layout(words: bool):
-    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32 if words else 16, rank=2)
-
-
 def skinny_wgmma(x, weight, norm, epilogue, tile, y):
     """Same arguments and result as `skinny_mma`, on compute capability 9.0 alone, up to MOST_QUANTIZED_ROWS rows.
 
@@ -285,13 +280,11 @@ def skinny_wgmma(x, weight, norm, epilogue, tile, y):
         x, norm, format, boxes * box, tiles * blocks_m, sum_rows, weight.order
     )
     other = up if gate else weight
-    described = [TensorDescriptor.from_tensor(placed, [block_m, box // 2], _layout(False))] + [
-        TensorDescriptor.from_tensor(one.data.detach().view(torch.int32), [half, WORDS], _layout(True))
-        for one in (weight, other)
-    ]
+    words = (tensor_map(one.data.detach().view(torch.int32), half, WORDS) for one in (weight, other))
     launch(
         skinny_wgmma_kernel, (programs,),
-        *described, PackedWeight(None, weight.scales, weight.zeros), PackedWeight(None, other.scales, other.zeros),
+        tensor_map(placed, block_m, box // 2), *words,
+        PackedWeight(None, weight.scales, weight.zeros), PackedWeight(None, other.scales, other.zeros),
         epilogue.arguments, y, parts, split_counters, sums, rows, n, tiles * boxes, share, blocks_m,
         K=k, GROUPS=groups, FORMAT=format, DTYPE=gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16,
         **epilogue.flags, BLOCK_M=block_m, BLOCK_N=tile.rows, STAGES=tile.stages, X_STAGES=tile.x_stages,

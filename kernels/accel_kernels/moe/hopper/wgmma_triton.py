@@ -19,10 +19,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from accel_kernels.device import Feature, has
-from accel_kernels.gemm.gluon_triton import all_threads, start_load
+from accel_kernels.gemm.gluon_triton import all_threads, start_load, tensor_map
 from accel_kernels.gemm.quantized.operands.permuted_activations_triton import column_of
 from accel_kernels.gemm.quantized.operands.wgmma_operands_triton import half_layout
 from accel_kernels.gemm.quantized.operands.wgmma_units_triton import box_scales, pieces_of, scale_pairs, unit, units_of
@@ -276,12 +275,6 @@ def tile_for(x, weights, rows: int) -> RowsTile | None:
     return (FEW if rows == FEW.least else MANY) if taken else None
 
 
-def described(tensor, rows: int, columns: int):
-    """By boxes of so many."""
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * tensor.itemsize, rank=2)
-    return TensorDescriptor.from_tensor(tensor, [rows, columns], layout)
-
-
 def grouped(x, groups, weights, given, chosen, tile, pdl):
     """What experts make of their pairs, into `given` (pairs, H). groups: of `group_kernel`, of as many rows."""
     order, starts, tiles = groups
@@ -300,8 +293,8 @@ def grouped(x, groups, weights, given, chosen, tile, pdl):
         blocks = (words[::2], words[1::2]) if up and weights.interleaved else (words, words)
         launch(
             expert_rows_kernel, (len(tiles), cdiv(h.shape[1], half) if up else cdiv(wide, tile.weight_rows)),
-            *(described(source, rows, PIECE.value) for rows in (tile.least, tile.beside)),
-            *(described(one, half, 32) for one in blocks),
+            *(tensor_map(source, rows, PIECE.value) for rows in (tile.least, tile.beside)),
+            *(tensor_map(one, half, 32) for one in blocks),
             PackedWeight.of(stack)._replace(words=None), bias, order, starts, tiles, to, wide, h.shape[1],
             K=stack.shape[1], GROUPS=stack.scales.shape[1], FORMAT=stack.format.name, UP=up, GATING=weights.gating,
             INTERLEAVED=weights.interleaved, BLOCK_N=tile.weight_rows, INPUTS=tile.inputs, STAGES=tile.stages,
