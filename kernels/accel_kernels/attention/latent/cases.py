@@ -2,23 +2,19 @@
 
 import torch
 
-from accel_kernels.attention.paged.cases import ragged_of
-from accel_kernels.attention.paged.kv import KV, LENGTH, PADDING_MASK, metadata_of
+from accel_kernels.attention.paged.cases import Stores, ragged_of
+from accel_kernels.attention.paged.kv import KV, metadata_of
 from accel_kernels.attention.paged.kv_quantization import rounded
 from accel_kernels.norm.norm import Norm
-from accel_kernels.op import Random, random_cases
+from accel_kernels.op import random_cases
 
 
-class LatentNumbers(Random):
+class LatentNumbers(Stores):
     """Random stores of latents and arguments of calls."""
 
     def store(self, rows, columns, block, rank, rope, shuffled, kv_dtype=None) -> KV:
-        blocks = rows * columns
-        order = torch.arange(blocks, device="cpu")
-        if shuffled:
-            order = torch.randperm(blocks, generator=self.generator, device="cpu")
-        table = order.view(rows, columns).to(self.device, torch.int32)
-        latents = self(blocks, block, 1, rank + rope)
+        table = self.table(rows, columns, shuffled)
+        latents = self(rows * columns, block, 1, rank + rope)
         if kv_dtype is not None:
             (codes, scales), shared = rounded(latents[..., :rank], kv_dtype), latents[..., rank:].contiguous()
             metadata = metadata_of(columns, [(table, codes, shared, scales)], table.device)
@@ -34,8 +30,7 @@ class LatentNumbers(Random):
         up = self(heads, nope + values, rank, spread=rank**-0.5)
         given = {"norm": Norm(self(rank, spread=0.3, mean=1.0), None, 1e-6), **more}
         if rotates:
-            angles = self.uniform(rows, new, rope // 2) * 6.28
-            given["cos"], given["sin"] = angles.cos().to(self.dtype), angles.sin().to(self.dtype)
+            given |= self.turning(rows, new, rope)
         return (q.unflatten(-1, (heads, -1)), compressed, kv, up, (nope + rope) ** -0.5), given
 
 
@@ -45,16 +40,7 @@ def _latent_case(numbers, rows, stored, new, *, heads=4, nope=16, values=12, ran
     """Rows of `stored` tokens each, and `new` more. hole: a token of the first row that a padding mask hides."""
     columns = -(-(room or stored + new) // block)
     kv = numbers.store(rows, columns, block, rank, rope, shuffled, kv_dtype)
-    mask = None
-    if padding_mask:  # left padding of row r by r tokens
-        tokens = torch.arange(columns * block, device="cpu")
-        mask = tokens >= torch.arange(rows, device="cpu").unsqueeze(1)
-        mask[0, hole] = stored + new < 3
-        mask = mask.to(numbers.device)
-    kv.metadata[LENGTH], kv.metadata[PADDING_MASK] = stored, 0 if mask is None else mask.data_ptr()
-    kv = kv._replace(padding_mask=mask, is_prefill=stored == 0)
-    if last is not None:
-        kv = kv._replace(last=torch.tensor([last], device=numbers.device), by_address=True)
+    kv = numbers.filled(kv, stored, new, padding_mask, hole, last)
     behind = None if last is None else last + 1
     return numbers.call(kv, rows, new, heads, nope, values, rank, rope, rotates, more, behind)
 

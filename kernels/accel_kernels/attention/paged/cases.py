@@ -9,19 +9,41 @@ from accel_kernels.norm.norm import Norm
 from accel_kernels.op import Random, random_cases
 
 
-class Numbers(Random):
+class Stores(Random):
+    """What random stores of any kind share."""
+
+    def table(self, rows: int, columns: int, shuffled: bool) -> torch.Tensor:
+        """(rows, columns) int32, the place of each block."""
+        count = torch.arange(rows * columns, device="cpu")
+        order = torch.randperm(len(count), generator=self.generator, device="cpu") if shuffled else count
+        return order.view(rows, columns).to(self.device, torch.int32)
+
+    def turning(self, rows: int, new: int, channels: int) -> dict[str, torch.Tensor]:
+        """Cosines and sines of so many channels that turn."""
+        angles = self.uniform(rows, new, channels // 2) * 6.28
+        return {"cos": angles.cos().to(self.dtype), "sin": angles.sin().to(self.dtype)}
+
+    def filled(self, kv: KV, stored: int, new: int, padding_mask: bool, hole: int, last: int | None) -> KV:
+        """Of rows of `stored` tokens each; with a mask, left padding of row r by r tokens, and a hole in the first."""
+        rows, places, mask = kv.table.shape[0], kv.table.shape[1] * kv.keys.shape[1], None
+        if padding_mask:
+            mask = torch.arange(places, device="cpu") >= torch.arange(rows, device="cpu").unsqueeze(1)
+            mask[0, hole] = stored + new < 3
+            mask = mask.to(self.device)
+        kv.metadata[LENGTH], kv.metadata[PADDING_MASK] = stored, 0 if mask is None else mask.data_ptr()
+        kv = kv._replace(padding_mask=mask, is_prefill=stored == 0)
+        if last is None:
+            return kv
+        return kv._replace(last=torch.tensor([last], device=self.device), by_address=True)
+
+
+class Numbers(Stores):
     """Random stores and arguments of calls."""
 
     def store(self, rows: int, columns: int, block: int, heads: int, dim: int, shuffled: bool, kv_dtype) -> KV:
         """Full of keys and values; kv_dtype: the 8-bit dtype they are rounded to, or None."""
-        blocks = rows * columns
-        order = (
-            torch.randperm(blocks, generator=self.generator, device="cpu")
-            if shuffled
-            else torch.arange(blocks, device="cpu")
-        )
-        table = order.view(rows, columns).to(self.device, torch.int32)
-        keys, values = (self(blocks, block, heads, dim) for _ in range(2))
+        table = self.table(rows, columns, shuffled)
+        keys, values = (self(rows * columns, block, heads, dim) for _ in range(2))
         key_scales = value_scales = None
         if kv_dtype is not None:
             (keys, key_scales), (values, value_scales) = (rounded(t, kv_dtype) for t in (keys, values))
@@ -34,8 +56,7 @@ class Numbers(Random):
         """The keywords of a call. rotary: channels that turn, or None."""
         given = dict(more)
         if rotary:
-            angles = self.uniform(rows, new, rotary // 2) * 6.28
-            given["cos"], given["sin"] = angles.cos().to(self.dtype), angles.sin().to(self.dtype)
+            given |= self.turning(rows, new, rotary)
         if qk_norm:
             given["q_norm"], given["k_norm"] = Norm(self(dim), None, 1e-6), Norm(self(dim), None, 1e-6)
         if given.get("q_scales"):
@@ -70,17 +91,7 @@ def _attention_case(numbers, rows, stored, new, heads, kv_heads, dim, *, rotary=
     """
     columns = -(-(room or stored + new + more.get("skipped", 0)) // block)
     kv = numbers.store(rows, columns, block, kv_heads, dim, shuffled, kv_dtype)
-    mask = None
-    if padding_mask:  # left padding of row r by r tokens
-        mask = torch.arange(columns * block, device="cpu").expand(rows, -1) >= torch.arange(rows, device="cpu").view(
-            -1, 1
-        )
-        mask[0, hole] = stored + new < 3
-        mask = mask.to(numbers.device)
-    kv.metadata[LENGTH], kv.metadata[PADDING_MASK] = stored, 0 if mask is None else mask.data_ptr()
-    kv = kv._replace(padding_mask=mask, is_prefill=stored == 0)
-    if last is not None:
-        kv = kv._replace(last=torch.tensor([last], device=numbers.device), by_address=True)
+    kv = numbers.filled(kv, stored, new, padding_mask, hole, last)
     q_heads = heads * (1 + bool(gate))
     both = numbers(rows, new, (q_heads + 2 * kv_heads) * dim)
     if last is not None:
