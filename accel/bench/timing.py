@@ -17,7 +17,7 @@ import torch
 T = TypeVar("T")
 Fail = Callable[[str, Exception], object]
 
-LEAST_ROUNDS, MOST_ROUNDS = 2, 7
+LEAST_ROUNDS, USUAL_ROUNDS, MOST_ROUNDS, BURST = 2, 5, 7, 40
 PATIENCE = 1.0  # seconds: what takes less to warm up and to time is not cut short
 
 
@@ -144,22 +144,20 @@ def compare_times(
     variants: Mapping[str, Callable[[int], object]],
     device: torch.device,
     *,
-    rounds: int = 5,
     budget_s: float = 2.0,
     warmup: int = 3,
-    most: int = 40,
     fail: Fail | None = None,
 ) -> dict[str, Timing]:
     """Times the variants in turns: `step(i)` runs call number i.
 
-    Each variant is warmed up apart, then gets about `budget_s` seconds over all rounds, at most `most` calls a round.
+    Each variant is warmed up apart, then gets about `budget_s` seconds over all rounds, at most BURST calls a round.
     Where one takes seconds a call, there are fewer rounds, and calls to warm up: two at least.
     """
     patience = max(budget_s, PATIENCE)
     warm = {name: partial(_warm_up, step, device, warmup, patience) for name, step in variants.items()}
     took = {name: each for name, [each] in take_turns(warm, least=1, most=1, fail=fail).items()}
-    rounds = min(rounds, max(LEAST_ROUNDS, int(2 * patience / max(took.values(), default=1.0))))
-    calls = {name: max(1, min(most, int(budget_s / rounds / each))) for name, each in took.items()}
+    rounds = min(USUAL_ROUNDS, max(LEAST_ROUNDS, int(2 * patience / max(took.values(), default=1.0))))
+    calls = {name: max(1, min(BURST, int(budget_s / rounds / each))) for name, each in took.items()}
     bursts = {name: partial(burst, variants[name], calls[name], device) for name in took}
     found = take_turns(bursts, least=rounds, most=rounds)
     return {name: Timing.of([one for some in lists for one in some]) for name, lists in found.items()}

@@ -59,9 +59,9 @@ def ip_adapter(size: Size) -> Built:
     return pipe, lambda: drawn(pipe, size, ip_adapter_image_embeds=embeds, **pixels(size, 1024))
 
 
-def _ip_weights(unet: Any, size: Size, width: int, tokens: int = 4) -> dict:
+def _ip_weights(unet: Any, size: Size, width: int) -> dict:
     """The file of an IP-Adapter: the projection of an image, and keys and values of each cross-attention."""
-    inner = unet.config.cross_attention_dim
+    inner, tokens = unet.config.cross_attention_dim, 4
     image: dict[str, tuple[int, ...]] = {"proj.weight": (tokens * inner, width), "proj.bias": (tokens * inner,)}
     image |= {"norm.weight": (inner,), "norm.bias": (inner,)}
     crossing = [unet.get_submodule(path.removesuffix(".processor")) for path in unet.attn_processors if "attn2" in path]

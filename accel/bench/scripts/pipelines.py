@@ -74,14 +74,14 @@ def sd15(size: Size, kind: str = "StableDiffusionPipeline", unet_changes: dict |
     return _quiet(getattr(diffusers, kind)(**given | parts))
 
 
-def sdxl(size: Size, kind: str = "StableDiffusionXLPipeline", force_upcast: bool = False, **parts: Any) -> Any:
-    """SDXL as a pipeline of this class. force_upcast: whether its decoder runs in float32; of fp16-fix it need not."""
+def sdxl(size: Size, force_upcast: bool = False) -> Any:
+    """SDXL. force_upcast: whether its decoder runs in float32; of fp16-fix it need not."""
     import diffusers
 
     given = dict(vae=vae(size, force_upcast=force_upcast, sample_size=size(1024, 64)), text_encoder=clip_text(size))
     given |= dict(text_encoder_2=clip_text(size, large=True), tokenizer=tokenizer(), tokenizer_2=tokenizer())
     given |= dict(unet=unet(size, large=True), scheduler=scheduler("EulerDiscreteScheduler"))
-    return _quiet(getattr(diffusers, kind)(**given | parts))
+    return _quiet(diffusers.StableDiffusionXLPipeline(**given))
 
 
 def flux(size: Size, transformer: nn.Module | None = None) -> Any:

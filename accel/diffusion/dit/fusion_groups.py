@@ -69,9 +69,9 @@ class FusionGroups:
         half = self.rotary.halves.get(number)
         return number if half is None or half.whole is None else half.whole
 
-    def recomputed(self, number: int, row_shape: tuple[int, ...], budget: int = MOST_RECOMPUTED) -> bool:
+    def recomputed(self, number: int, row_shape: tuple[int, ...]) -> bool:
         """Whether the value is recomputed for each row of this shape."""
-        return 0 < self._cost(number, row_shape) <= budget
+        return 0 < self._cost(number, row_shape) <= MOST_RECOMPUTED
 
     def _cost(self, number: int, row_shape: tuple[int, ...]) -> int:
         """Operations that recomputing the value takes; 0 where it lies in memory, or has to."""

@@ -3,7 +3,7 @@
 import torch
 
 from accel_kernels.op import Random, random_cases
-from accel_kernels.rowwise.program import FULL, HALF, ONE, RowOp, RowProgram
+from accel_kernels.rowwise.program import FULL, HALF, RowOp, RowProgram
 
 
 class Writer:
@@ -96,14 +96,13 @@ def half_rotary(width: int, dtype: torch.dtype) -> RowProgram:
     return w.program(w.op("concatenate", left, right, dtype=dtype), dtypes=(dtype,))
 
 
-def quantized_norm(width: int, dtype: torch.dtype, kind: str = "int8", least: bool = False) -> RowProgram:
+def quantized_norm(width: int, dtype: torch.dtype, kind: str = "int8") -> RowProgram:
     """The adaptive norm of x, scale, shift; gives it, its numbers of 8 bits (kind: "int8", "fp8"), their scales and the
-    peak of each row. least: of these, and of one more input, the peak of other columns of the same row, the larger one.
+    peak of each row.
     """
-    w = Writer(2, width, *(FULL,) * 3, *(ONE,) * least)
+    w = Writer(2, width, *(FULL,) * 3)
     y = _modulated(w, w.op("layer_norm", 0, number=1e-6, dtype=dtype), 1, 2, dtype)
     peak = w.op("peak", y)
-    peak = w.op("maximum", peak, 3) if least else peak
     numbers, scale = w.op(f"numbers_{kind}", y, peak), w.op(f"scale_{kind}", peak)
     stored = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}[kind]
     return w.program(y, numbers, scale, peak, dtypes=(dtype, stored, torch.float32, torch.float32))
@@ -136,13 +135,12 @@ def _tokens(random: Random, dtype, b, s, c):
     return fp32_modulation(c, dtype), (random(b, s, c), random(b, s, c), *(table[:, :, n] for n in (2, 1, 0))), None
 
 
-def _rotary(take: str, joint: bool = True):
+def _rotary(take: str):
     def arguments(random: Random, dtype, b, s, h, d):
         """q out of a stacked product, into a part of a buffer that holds text before it."""
         q = random(b, s, 3 * h * d)[..., h * d : 2 * h * d].unflatten(-1, (h, d))
         cos, sin = (random(s, 1, d, dtype=torch.float32) for _ in range(2))
-        output = random(b, s + 5, h, d)[:, 5:] if joint else None
-        return normed_rotary(d, dtype, take), (q, random(d), cos, sin), (output,)
+        return normed_rotary(d, dtype, take), (q, random(d), cos, sin), (random(b, s + 5, h, d)[:, 5:],)
 
     return arguments
 

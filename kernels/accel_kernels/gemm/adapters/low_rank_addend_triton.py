@@ -64,14 +64,12 @@ def low_rank_addend_kernel(
         tl.store(y_ptr + place, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-def low_rank_addend(x, term, bias=None, *, shape=None):
-    """Same arguments and result as the reference. shape: a Shape, else chosen by size."""
+def low_rank_addend(x, term, bias=None):
+    """Same arguments and result as the reference."""
     k, n = x.shape[-1], len(term.up)
-    rows = x.numel() // k
-    if shape is None:
-        inputs = min(128, power_of_two(k))
-        step = inputs * (Shape().rows + term.rank) * x.itemsize
-        shape = Shape(inputs=inputs, stages=min(Shape().stages, 1 + shared_memory(x.device) // step))
+    rows, inputs = x.numel() // k, min(128, power_of_two(k))
+    step = inputs * (Shape().rows + term.rank) * x.itemsize
+    shape = Shape(inputs=inputs, stages=min(Shape().stages, 1 + shared_memory(x.device) // step))
     y = torch.empty((*x.shape[:-1], n), device=x.device, dtype=x.dtype)
     starts = part_starts(term.ends, x.device) if term.starts is None else term.starts
     launch(
