@@ -98,8 +98,11 @@ class BidirectionalSpec(SoftmaxSpec):
         if attended.options.get("softcap") or attended.options.get("s_aux") is not None:
             raise NotUnderstood("its scores are capped, or go to sinks")
         functions = [function for mask, function in record.masks if mask is attended.mask]
-        starts = None if functions or record.in_windows else _starts(layer, attended.mask, record.ends)
-        if len(functions) != 1 and starts is None and not record.in_windows and not _hides_nothing(attended.mask):
+        mask = attended.mask
+        if not functions and (found := seen_by_query(layer, attended, mask, record.biases)) is not None:
+            relative, mask = found, None
+        starts = None if functions or record.in_windows else _starts(layer, mask, record.ends)
+        if len(functions) != 1 and starts is None and not record.in_windows and not _hides_nothing(mask):
             raise NotUnderstood("its attention mask is made in a way of its own")
         fields: dict[str, Any] = {"position_bias": bias, "relative": relative, "starts": starts}
         fields["windows"] = record.in_windows
@@ -256,6 +259,15 @@ def reach_of(visible: Callable[..., Any]) -> Reach | None:
     return None if reach == (None, None) else reach
 
 
+def _blinded(y: torch.Tensor, v: torch.Tensor, step: Any) -> torch.Tensor:
+    """What was attended, (1, T, C), where rows of padding see nothing: all values, (T, heads, D), are alike to them."""
+    (batch, length), keys = step.shape, step.packing.keys[: len(step.rows), None]
+    mean = v[: batch * length].unflatten(0, step.shape).mean(1).repeat_interleave(y.shape[-1] // v[0].numel(), 1)
+    hidden = torch.arange(length, device=y.device) >= keys
+    rows = torch.where(hidden[..., None], mean.flatten(1)[:, None], y[0, : batch * length].unflatten(0, step.shape))
+    return torch.cat([rows.flatten(0, 1)[None], y[:, batch * length :]], 1)
+
+
 class BoundBidirectionalAttention(BoundSoftmaxAttention):
     """One attention with the tensors it reads, over the packed tokens of a step."""
 
@@ -301,10 +313,11 @@ class BoundBidirectionalAttention(BoundSoftmaxAttention):
             q, k, v = (t.unflatten(0, step.shape).transpose(1, 2) for t in (q, k, v[0]))
             return kernels.attention(q, k, v, spec.scale).transpose(1, 2).reshape(1, step.shape.numel(), -1)
         more = {} if self.relative is None else self.relative(kernels, step, q, k, kwargs)
-        return kernels.packed_attention(
+        y = kernels.packed_attention(
             more.pop("q", q), k, v[0], packing.starts, spec.scale, longest=packing.longest, keys=packing.keys,
             padding=packing.padding, bias=step.bias(spec.position_bias), **self._seen(packing), **more,
         )[None]  # fmt: skip
+        return _blinded(y, v[0], step) if step.blind else y
 
     def _seen(self, packing: Packing) -> dict[str, Any]:
         """What of its sequence a token sees, as `accel_kernels.packed_attention` is told."""

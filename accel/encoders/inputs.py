@@ -148,9 +148,9 @@ def _sounds(model: Any, inputs: Inputs) -> Iterator[dict[str, Any]]:
         lengths = (ROWS, (FRAMES + 2) * steps), *([(rows, longest * steps)] if isinstance(longest, int) else [])
         for rows, length in lengths:
             sized = [(rows, first.in_channels, length), (rows, length, first.in_channels)]
-            shapes += [(rows, length)] if first.in_channels == 1 else sized
+            shapes += [(rows, length), sized[0]] if first.in_channels == 1 else sized
     elif first is not None:
-        shapes = [(ROWS, FRAMES, first.in_features)]
+        shapes = [(ROWS, FRAMES * steps, first.in_features)]
     for shape in shapes:
         generator, more = torch.Generator().manual_seed(0), [dict[str, Any]()]
         if LENGTHS in names:

@@ -127,7 +127,7 @@ def seen_by_query(layer: LayerRecord, attended: Attended, bias: object, seen: Se
     places = (at - at[:, None] + length - 1).expand(*q.shape[:2], -1, -1)
     for call in (one for one in layer.inside(layer.attention) if one.alone and one.made is not None):
         keyword = next((name for name, one in layer.call.named.items() if one is call.input.tensor), "")
-        if not keyword or call.output.held.shape != (1, 2 * length - 1, heads * dim):
+        if not keyword or call.output.held.shape[1:] != (2 * length - 1, heads * dim):
             continue
         columns = call.output.held[0].unflatten(-1, (heads, dim)).permute(1, 2, 0)
         for (u, content), (v, position) in permutations([pair for pair in own if pair[1].shape == (heads, dim)], 2):

@@ -29,13 +29,13 @@ class EncoderStep(Step):
     `stops`, numbers of layers behind which somebody looks at what they gave. None where nothing is padding: then each
     runs when it is called, and what it gives may be looked at. begun: layers that have been computed. shape: (B, L) of
     the call; ids: of its words, where it is given these; padded: what the GPU was asked of its mask; packing: of its
-    tokens. biases: see `EncoderForward`; tables: what `bias` has made of them; packings: what `packed` has. windows: of
-    the layer that runs; seen: those of layers before, by what their code was told.
+    tokens. blind: see `shown`. biases: see `EncoderForward`; tables: what `bias` has made of them; packings: what
+    `packed` has. windows: of the layer that runs; seen: those of layers before, by what their code was told.
     """
 
     __slots__ = (
-        "begun", "biases", "calls", "hidden", "ids", "layers", "packing", "packings", "padded", "run", "seen", "shape",
-        "stops", "tables", "windows",
+        "begun", "biases", "blind", "calls", "hidden", "ids", "layers", "packing", "packings", "padded", "run", "seen",
+        "shape", "stops", "tables", "windows",
     )  # fmt: skip
     packing: Packing
     windows: Windows
@@ -49,6 +49,7 @@ class EncoderStep(Step):
     ):
         super().__init__({})
         self.layers, self.run, self.biases, self.stops, self.begun = layers, run, biases, stops, 0
+        self.blind = False
         self.tables: dict[str, torch.Tensor] = {}
         self.packings: dict[int, tuple[Any, Packing]] = {}
         self.seen: dict[tuple, Windows] = {}
@@ -92,8 +93,8 @@ class EncoderStep(Step):
 
     @property
     def shown(self) -> torch.Tensor | None:
-        """(B, L), the tokens that all see by the mask that layers are given; None for all. Waits for the GPU. Raises
-        Unfit where some see others.
+        """(B, L), the tokens that all see by the mask that layers are given, but for those of padding where these see
+        nothing: then it is `blind`. None for all. Waits for the GPU. Raises Unfit where some see others.
         """
         mask = self.calls[0].get(MASK)
         if any(call.get(MASK) is not mask for call in self.calls):
@@ -101,12 +102,14 @@ class EncoderStep(Step):
         if mask is None or mask.dim() == 2:
             return mask
         seen = mask if mask.dtype == torch.bool else mask == 0
-        known = (seen == seen[:, :1, :1]).all()
+        shown, sees = seen[:, :1].any(2, keepdim=True), seen.any(-1, keepdim=True)
+        known = ((seen == shown) | ~sees).all() & (sees.all() | (sees.mT == shown).all())
         if mask.is_floating_point():
             known &= (seen | (mask <= torch.finfo(mask.dtype).min)).all()
+        known, self.blind = torch.stack([known, ~sees.all()]).tolist()
         if not known:
             raise Unfit("a mask by which tokens see different ones")
-        return seen[:, 0, 0]
+        return shown[:, 0, 0]
 
     @property
     def done(self) -> bool:

@@ -1,4 +1,4 @@
-"""Towers that are told how long sounds are, or how large pictures, whose tokens all lie in one row."""
+"""Towers that are told how long sounds are, or how large pictures: in one row, or by a mask of frames."""
 
 import importlib
 
@@ -14,6 +14,8 @@ ASR = SOUND | {"n_window_infer": 200, "downsample_hidden_size": 16}  # windows o
 VIT = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 48}
 MERGED = VIT | {"image_size": 32, "patch_size": 4, "insert_layer_id": 1}  # behind which four tokens become one
 PADDED = VIT | {"num_mel_bins": 8, "max_source_positions": 20}
+CONFORMER = VIT | {"num_mel_bins": 8, "subsampling_conv_channels": 8, "conv_kernel_size": 3}
+ROW, ROWS = "inputs of any sizes in one row", "packed: rows of padding are seen, and computed"
 
 
 def random(*shape):
@@ -36,27 +38,45 @@ def targets(*sizes):
     return {"pixel_values": random(1, 3, 4, 4 * count), "target_sizes": torch.tensor(sizes)}
 
 
-# By folder of transformers: a class, its configuration, and calls.
+def frames(most, *numbers):
+    given = heard(most, *numbers)
+    return {"input_features": given["input_features"].mT, "attention_mask": given["input_features_mask"]}
+
+
+# By folder of transformers: a class, its configuration, what is told of it, and calls.
 MODELS = {
-    "qwen2_5_omni": ("Qwen2_5OmniAudioEncoder", OMNI, [lengths(40, 7), lengths(3, 33, 18), lengths(16)]),
-    "qwen3_omni_moe": ("Qwen3OmniMoeAudioEncoder", OMNI | ASR | {"n_window": 50}, [lengths(140, 97), lengths(390)]),
-    "qwen3_asr": ("Qwen3ASREncoder", ASR, [heard(400, 310, 400, 3), heard(100, 100)]),
+    "qwen2_5_omni": ("Qwen2_5OmniAudioEncoder", OMNI, ROW, [lengths(40, 7), lengths(3, 33, 18), lengths(16)]),
+    "qwen3_omni_moe": (
+        "Qwen3OmniMoeAudioEncoder",
+        OMNI | ASR | {"n_window": 50},
+        ROW,
+        [lengths(140, 97), lengths(390)],
+    ),
+    "qwen3_asr": ("Qwen3ASREncoder", ASR, ROW, [heard(400, 310, 400, 3), heard(100, 100)]),
     "minicpmv4_6": (
         "MiniCPMV4_6VisionModel",
         MERGED,
+        ROW,
         [targets((4, 6), (2, 2)), targets((8, 8)), targets((2, 4), (6, 2)) | {"use_vit_merger": False}],
     ),
-    "audioflamingo3": ("AudioFlamingo3Encoder", PADDED, [heard(40, 40, 40), heard(40, 30, 7)]),  # in rows of their own
+    "audioflamingo3": ("AudioFlamingo3Encoder", PADDED, ROWS, [heard(40, 40, 40), heard(40, 30, 7)]),
+    "lasr": ("LasrEncoder", CONFORMER, ROWS, [frames(80, 80, 30), frames(64, 64)]),
+    # Its rows of padding see nothing.
+    "parakeet": (
+        "ParakeetEncoder",
+        CONFORMER,
+        ROWS,
+        [frames(100, 100, 60, 9), frames(80, 80), {"input_features": random(2, 64, 8)}],
+    ),
 }
 
 
 @pytest.mark.parametrize("folder", MODELS)
 def test_a_tower_gives_what_stock_gives(folder):
-    name, sizes, calls = MODELS[folder]
+    name, sizes, told, calls = MODELS[folder]
     kind = getattr(importlib.import_module(f"transformers.models.{folder}.modeling_{folder}"), name)
     model, stock = random_pair(lambda: kind(kind.config_class(**sizes)))
     rows = {rule: (status, note) for _, rule, status, note in accel.report(accel.optimize(model)).sites}
-    told = "inputs of any sizes in one row" if folder != "audioflamingo3" else "packed: rows of padding are seen"
     assert rows["encoder"][0] == "patched" and rows["encoder"][1].startswith(told)
     for call in calls:
         assert_same_tensors(model, stock, call)
