@@ -49,6 +49,11 @@ def row_adapters(layer: nn.Module) -> list[str] | None:
     return list(names) if isinstance(names, list | tuple) else None
 
 
+def adds_biases(model: nn.Module) -> bool:
+    """Whether an adapter adds numbers of its own, by which zeros do not stay zeros."""
+    return any(any(layer.lora_bias.values()) for layer in model.modules() if hasattr(layer, "lora_bias"))
+
+
 def readapt(root: Any) -> None:
     """Layers put around ours of bitsandbytes' 8 bits become those that peft has for it: others cannot be merged."""
     lora: Any = sys.modules.get("peft.tuners.lora") if getattr(root, "is_loaded_in_8bit", False) else None

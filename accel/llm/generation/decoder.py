@@ -15,6 +15,7 @@ from torch.nn.modules import module as torch_module
 from accel.cuda_graphs.adapter_buffers import AdapterBuffers
 from accel.cuda_graphs.fingerprint import Fingerprint
 from accel.cuda_graphs.runner import GraphRunner
+from accel.libraries.adapters import adds_biases
 from accel.libraries.attention import MASK
 from accel.libraries.cache import NAMES, DynamicCache, cache_argument, cache_field, new_cache, with_present_names
 from accel.libraries.hooks import hook_of
@@ -120,13 +121,14 @@ class DecoderForward(FastForward):
         start = tokens_in(cache)
         if self.one_by_one and start and (new > 1 or not shows_all(given(MASK))):
             raise Unfit("more than a token behind others, or padding, which stock masks by a cache that has lost count")
+        if new > 1 and self.keeps_state and adds_biases(self.module) and not shows_all(given(MASK)):
+            raise Unfit("padding, which goes through the bias of an adapter before a state")
         unknown = self.convention.unknown(kwargs, rows, start, new)
         if unknown is not None and (reason := self.why_stock(kwargs, unknown)) is not None:
             raise Unfit(reason)
         if self.partial or unknown is not None:
             self.ready()
-        store = self.adopt(cache)
-        start = store.length
+        start = (store := self.adopt(cache)).length
         if tokens.device != self.embeddings().device or (start and store.rows not in (0, rows)):
             raise Unfit("inputs on another device, or of another number of rows, than the cache")
         if self.partial or unknown is not None:
@@ -169,9 +171,7 @@ class DecoderForward(FastForward):
         return {self.cache_name: cache, "use_cache": True, "return_dict": True}
 
     def left_padded(self, new: int) -> bool:
-        """Whether padding between tokens would change what layers compute. Where a state is kept, a call with a single
-        token reads no mask in stock either.
-        """
+        """Whether padding between tokens changes what layers compute; a state's single token reads no mask in stock."""
         return self.biased or (new > 1 and self.keeps_state)
 
     def why_stock(self, kwargs: dict, unknown: str) -> str | None:

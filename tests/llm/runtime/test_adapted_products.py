@@ -10,7 +10,7 @@ import accel
 from accel.cuda_graphs.adapter_buffers import AdapterBuffers
 from benchmarks.models.buffered_calls import buffered
 from support.llm.edits.places import lora, switch
-from support.llm.families import make
+from support.llm.families import make, padded
 
 pytest.importorskip("peft")
 from peft.tuners.lora.model import _adapter_names_pre_forward_hook
@@ -67,6 +67,20 @@ def test_adapters_of_experts_leave_all_else_fused():
             mine, theirs = (model(ids, use_cache=True).logits for model in (ours, stock))
         torch.testing.assert_close(mine, theirs, rtol=0, atol=2e-5 * float(theirs.abs().max()))
     assert [path for path, _, _ in accel.report(ours).fallbacks] == ["model.layers.0.mlp.experts"]
+
+
+def test_padding_that_goes_through_the_bias_of_an_adapter_before_a_state_runs_stock():
+    stock = make("lfm2", num_hidden_layers=2, layer_types=["conv", "full_attention"]).requires_grad_(False)
+    ours, (ids, mask) = accel.optimize(copy.deepcopy(stock), cpu="fuse"), padded()
+    for model in (ours, stock):
+        lora("style", target_modules=["in_proj"], lora_bias=True)(model)
+        model.requires_grad_(False).eval()
+    for shown in (mask, torch.ones_like(mask)):
+        with torch.no_grad():
+            mine, theirs = (model(ids, attention_mask=shown).logits * mask[..., None] for model in (ours, stock))
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=2e-5 * float(theirs.abs().max()))
+    [(_, reason, calls)] = accel.report(ours).fallbacks
+    assert "the bias of an adapter" in reason and calls == 1
 
 
 def test_rows_have_adapters_of_their_own_in_the_buffers():
