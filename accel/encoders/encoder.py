@@ -25,6 +25,7 @@ from accel.encoders.stack import HIDDEN_STATES, EncoderLayerForward, EncoderStep
 from accel.encoders.windows import blocks_in
 from accel.errors import Unfit
 from accel.in_flight import CALL
+from accel.libraries.attention import ATTENTION
 from accel.libraries.cache import cache_field, cache_of
 from accel.libraries.hooks import hook_of
 from accel.llm.parts.step import ForwardContext
@@ -48,8 +49,8 @@ class EncoderForward(FastForward):
     say otherwise; watches: somebody has looked into one. shows: the code around the layers is given the mask, and what
     each layer gives where there is none. inputs: what it is given; unread: names of what it is given beside, which
     changes nothing. order: of the layers that it calls, some of them several times. stops: see `EncoderStep`. mirrors,
-    alike: see `Sight`. settings: what `told` gave when it was understood; kinds: of modules in it then. sizes: what its
-    code makes of these alone, as keywords; None for nothing that is known.
+    alike: see `Sight`. When it was understood, implementation: of attention; settings: what `told` gave; kinds: of
+    modules in it. sizes: what its code makes of these alone, as keywords; None for nothing that is known.
     """
 
     renewed = ("seen", "reason", "lock", "sees", "biases", "differ")
@@ -61,6 +62,7 @@ class EncoderForward(FastForward):
     order: list[int]
     stops: set[int]
     settings: tuple = ()
+    implementation: str | None
     kinds: frozenset[type]
     sizes: PictureSizes | None = None
     steps: ForwardContext
@@ -252,10 +254,14 @@ class EncoderForward(FastForward):
         y = step.packing.pack(x)  # before it waits, as what follows
         if all(layer.attention.relative is None for layer in self.layers):  # else it hangs on the longest text
             self._prepare(step)
-        step.settle(rows.packing(x))
+        packing = rows.packing(x)
+        blind = packing.keys is not None and packing.unseen is None and any(one.attention.reach for one in self.layers)
+        if blind and self.implementation != getattr(self.module.config, ATTENTION, None):
+            raise Unfit("rows of padding may see nothing, of which each attention makes something else")
+        step.settle(packing)
         if rows.differ and step.ids is not None and not self.apart:
             self.differ = ALIKE_AGAIN
-        return y[: step.packing.size]
+        return y[: packing.size]
 
     def padded(self, mask: torch.Tensor, ids: torch.Tensor | None, x: torch.Tensor | None) -> PaddedRows | None:
         """Of these tokens. x: what layers are given, None before that is known; then it gives None where it matters."""

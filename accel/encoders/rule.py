@@ -41,6 +41,7 @@ from accel.encoders.windows import blocks_in
 from accel.errors import reason_of
 from accel.fusion.stacked_linears import Stacked
 from accel.in_flight import listening
+from accel.libraries.attention import ATTENTION
 from accel.libraries.cache import cache_of
 from accel.libraries.models import is_causal_lm, is_seq2seq
 from accel.llm.attention.position_terms import POSITIONS
@@ -90,6 +91,7 @@ def match_encoder(site: Site, context: Context, root: nn.Module) -> Match | Skip
         held = {"root": root, "inputs": inputs, "stack": stack, "layers": fused, "order": order, "steps": steps}
         held |= {
             "kinds": frozenset(map(type, model.modules())),
+            "implementation": getattr(model.config, ATTENTION, None),
             "runner": None,
             "calls": calls,
             "stops": stops if inputs.in_one_row else set(),

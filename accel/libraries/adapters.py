@@ -51,7 +51,8 @@ def row_adapters(layer: nn.Module) -> list[str] | None:
 
 def adds_biases(model: nn.Module) -> bool:
     """Whether an adapter adds numbers of its own, by which zeros do not stay zeros."""
-    return any(any(layer.lora_bias.values()) for layer in model.modules() if hasattr(layer, "lora_bias"))
+    layers: Any = (layer for layer in model.modules() if hasattr(layer, "lora_bias"))
+    return any(any(layer.lora_bias.values()) for layer in layers)
 
 
 def readapt(root: Any) -> None:

@@ -2,6 +2,7 @@
 
 import copy
 
+import pytest
 import torch
 import transformers as t
 
@@ -68,6 +69,16 @@ def test_rows_of_padding_before_a_text_are_computed_once_where_they_see_nothing(
         x = model.embed_tokens(call["input_ids"])
         packed = encoder_of(model).padded(call["attention_mask"], None, x).packing(x)
     assert int(packed.starts[-1]) == int(call["attention_mask"].sum()) + 2 and packed.mirrored
+
+
+@pytest.mark.parametrize(("family", "side"), [("Qwen3", "left"), ("ModernBert", "right")])
+def test_rows_that_may_see_nothing_are_those_of_the_attention_that_is_set(family, side):
+    model, stock = optimized(family, **{"local_attention": 6} if family == "ModernBert" else {})
+    for one in (model, stock):
+        one.set_attn_implementation("eager")
+    assert_same(model, stock, **padded_ids(side))
+    assert_same(model, stock, **ids_and_mask(None))
+    assert [told.startswith("rows of padding may see nothing") for told in fallbacks(model)] == [True]
 
 
 def test_an_attention_that_sees_padding_before_a_text_runs_stock_there():
