@@ -65,7 +65,7 @@ class Layout:
 
     def pack(self, whole: torch.Tensor) -> None:
         """Moves every tensor to its place in these bytes; a storage is freed as soon as it is empty."""
-        with as_parameters():
+        with as_ordinary():
             for slot, view in views(self.slots, whole):
                 view.copy_(slot.tensor.detach())
                 become(slot.tensor, view)
@@ -87,20 +87,20 @@ def views(slots: Iterable[Slot], whole: torch.Tensor) -> Iterator[tuple[Slot, to
 
 def lay_out(slots: Iterable[Slot], whole: torch.Tensor) -> None:
     """Makes the tensors views of these bytes, which hold their numbers already."""
-    with as_parameters():
+    with as_ordinary():
         for slot, view in views(slots, whole):
             become(slot.tensor, view)
 
 
 @contextmanager
-def as_parameters() -> Iterator[None]:
+def as_ordinary() -> Iterator[None]:
     """Inside, tensors are made and changed as ordinary ones, without gradients, whatever their classes would do."""
     with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
         yield
 
 
 def become(tensor: torch.Tensor, view: torch.Tensor) -> None:
-    """Inside of `as_parameters`: the tensor is this view."""
+    """Inside of `as_ordinary`: the tensor is this view."""
     if tensor.is_inference():
         set_data(tensor, lambda _: view)
     else:
@@ -150,7 +150,7 @@ def unmovable(tensors: list[torch.Tensor], device: torch.device = CPU) -> str | 
 
 def separate(model: nn.Module) -> None:
     """Each of its weights lies in memory of its own again."""
-    with as_parameters():
+    with as_ordinary():
         for tensor in filter(is_movable, weights_in(model)):
             unshare(tensor)
 

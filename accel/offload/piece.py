@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from accel.errors import logged
-from accel.offload.layout import Layout, become, form_of, as_parameters, views, weights_in
+from accel.offload.layout import Layout, as_ordinary, become, form_of, views, weights_in
 from accel.offload.memory import HostBuffer
 
 
@@ -64,13 +64,13 @@ class PlacedWeights:
 
     def put(self, name: WeightPlacement, whole: torch.Tensor) -> None:
         """Its place of this name, HOST or CARD, is these bytes."""
-        with as_parameters():
+        with as_ordinary():
             self.places[name] = [(slot.tensor, one, form_of(one)) for slot, one in views(self.layout.slots, whole)]
 
     def go(self, name: WeightPlacement, before: WeightPlacement | None = None) -> None:
         """Its weights are views of that place. before: but for those that somebody has taken from where they were."""
         olds = self.places[name if before is None else before]
-        with as_parameters():
+        with as_ordinary():
             for (tensor, view, _), (*_, old) in zip(self.places[name], olds, strict=True):
                 if (form_of(tensor) == old) == (before is None):
                     continue
@@ -79,7 +79,7 @@ class PlacedWeights:
     def bring_back(self, changed: bool) -> None:
         """From the card to the CPU. changed: what it holds there may be something else."""
         if changed and self.placement is WeightPlacement.CARD:
-            with as_parameters():
+            with as_ordinary():
                 for (tensor, view, form), (_, host, _) in zip(
                     self.places[WeightPlacement.CARD], self.places[WeightPlacement.HOST], strict=True
                 ):

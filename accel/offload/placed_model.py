@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from accel.errors import logged
-from accel.offload.layout import CPU, Layout, lay_out, as_parameters, unmovable, weights_in
+from accel.offload.layout import CPU, Layout, as_ordinary, lay_out, unmovable, weights_in
 from accel.offload.memory import Addresses, Mapping
 from accel.offload.piece import PlacedWeights
 from accel.patching.owner import PartlyCopied
@@ -89,7 +89,7 @@ class PlacedModel(PartlyCopied):
         present = set(map(id, weights_in(self.model)))
         slots = packed.layout.slots
         there = [slot for slot in slots if id(slot.tensor) in present and slot.lies_in(arena)]
-        with as_parameters():
+        with as_ordinary():
             if there and not all(map(torch.equal, self.sums, sums(arena))):
                 packed.bytes.copy_(arena[: packed.nbytes])
         lay_out(there, packed.bytes)
@@ -114,7 +114,7 @@ class PlacedModel(PartlyCopied):
         if self.visits == 1:  # it comes again; pinning takes as long as a few copies
             packed.host.pin()
         arena = self._mapped(packed.nbytes)
-        with as_parameters():
+        with as_ordinary():
             arena[: packed.nbytes].copy_(packed.bytes, non_blocking=True)
             self.sums = sums(arena)
         if arena.is_cuda:

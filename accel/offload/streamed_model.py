@@ -17,7 +17,7 @@ from accel.offload.blocks import any_on_meta, experts_in, pieces
 from accel.offload.budget import BUFFERS, Budget, Measured, WeightSizes, check_fits, room_for_weights, streamed_blocks
 from accel.offload.call_hooks import elements, hook_blocks, hook_model, streamed_model, unhook
 from accel.offload.hot_experts import ExpertTables, HotExperts, stacks_in
-from accel.offload.layout import CPU, as_parameters, unmovable, weights_in
+from accel.offload.layout import CPU, as_ordinary, unmovable, weights_in
 from accel.offload.memory import PAGE, HostBuffer
 from accel.offload.piece import PlacedWeights, WeightPlacement, blocks_moved, laid_anew, where_left
 from accel.offload.placed_model import ROW, PlacedModel, sums
@@ -179,7 +179,7 @@ class StreamedModel(PlacedModel):
         inside, at = {self.order[i] for i in streamed}, 0
         for piece in self.pieces:
             if piece.path not in inside:
-                with as_parameters():
+                with as_ordinary():
                     arena[at : at + piece.nbytes].copy_(piece.bytes, non_blocking=True)
                 piece.placement = WeightPlacement.CARD
                 piece.put(WeightPlacement.CARD, arena[at : at + piece.nbytes])

@@ -17,7 +17,7 @@ from accel.libraries.models import is_pipeline
 from accel.offload.blocks import nbytes, sizes_of, streaming_blocks
 from accel.offload.budget import Budget, check_fits
 from accel.offload.hooks import GPUS, SWITCH
-from accel.offload.layout import as_parameters, separate, unmovable, weights_in
+from accel.offload.layout import as_ordinary, separate, unmovable, weights_in
 from accel.offload.streamed_model import StreamedModel
 from accel.options import Options, bytes_of
 from accel.patching.rule import Context, set_data
@@ -111,7 +111,7 @@ class WeightsPlaced(WeightsMoved):
         for one in weights_in(self.model):  # first what leaves, so that RAM holds nothing twice
             device = self.before.get(one, one.device)
             if device != one.device:
-                with as_parameters():
+                with as_ordinary():
                     set_data(one, lambda data, device=device: data.to(device))
         separate(self.model)
         self.before = {}
