@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from accel_kernels import BlockWeight
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from accel.comparison import relative_rms
 from accel.errors import reason_of
@@ -167,11 +168,12 @@ def _closest(
     x[:, ::16] = x[:, ::16].sign() * 448  # so that rounding to float8, whatever shares a scale, changes none
     x = (x.to(torch.float8_e4m3fn).to(weights[0].data.device, dtype) * step).to(dtype)
     bias = None if bias is None else bias[:PROBED].to(dtype)
-    with torch.inference_mode(False), torch.no_grad():
+    # Who watches the call in which this happens sees none of it.
+    with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
         # By no kernel: in a dry run they give nothing.
         wanted = [F.linear(x, weight.dequantized(dtype), bias).float() for weight in weights]
         given = forward(x)[..., :PROBED].float()
-    apart, at = min((relative_rms(given, one), at) for at, one in enumerate(wanted))
+        apart, at = min((relative_rms(given, one), at) for at, one in enumerate(wanted))
     return at, None if apart < PREQUANTIZED else f"it computes something else than its tensors say ({apart:.0%} off)"
 
 

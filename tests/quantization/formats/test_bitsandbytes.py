@@ -8,6 +8,7 @@ import accel
 from accel.diffusion.dit.block import BlockForward
 from accel.quantization.formats.stored import StoredWeight
 from accel.quantization.formats.stored_weight import read_stored, recognize, stored_weight
+from accel.seq2seq.rule import Waits
 from support.bits import Calls, as_elsewhere, four_bit
 from support.compatibility.diffusers_calls import inputs
 from support.compatibility.tiny_diffusers_models import build
@@ -74,6 +75,12 @@ def test_an_embedding_is_no_linear():
     table = bitsandbytes.nn.Embedding8bit(40, 64)
     table.weight = bitsandbytes.nn.Int8Params(torch.randn(40, 64), False, False).to("cpu")
     assert table.weight.dtype == torch.int8 and recognize(table, torch.float32) is None
+
+
+def test_who_watches_the_first_call_sees_no_comparison():
+    with Waits() as waits:
+        assert stored_weight(four_bit(nn.Linear(64, 39))) is not None
+    assert waits.found is None
 
 
 def test_what_computes_something_else_is_called():
