@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from accel.comparison import agree, factor, named_factor
@@ -13,7 +14,7 @@ from accel.encoders.own_code import OwnAttended
 from accel.encoders.packing import Packing, blocks_of
 from accel.encoders.position_bias import PositionBias, SeenBias
 from accel.encoders.relative import Relative, seen_by_query
-from accel.encoders.windows import BoundWindowAttention
+from accel.encoders.windows import BoundWindowAttention, added_by
 from accel.libraries.attention import KNOWN_ARGUMENTS
 from accel.llm.attention.attention import UnderstoodAttention
 from accel.llm.attention.projections import projections_of, split
@@ -27,6 +28,7 @@ MOST = 1 << 17  # how far
 
 SHOWN = {"is_causal", "return_dict"}  # the former by the mask
 OWN = "its own code attends, by a formula that is not known"
+OWN_MASK = "its attention mask is made in a way of its own"
 UNTURNED = {"q_norm": None, "k_norm": None, "key_scale": 1.0, "rotary": None, "norms_after": False}
 PLAIN = {"q_scale": None, "softcap": None, "sinks": None, "slopes": None}  # scores of nothing but products
 
@@ -37,12 +39,13 @@ Reach = tuple[int | None, int | None]
 class EncoderRecord(Record):
     """biases: what embeddings gave for each query and key, so far. ends: of the parts of its tokens that the last layer
     attended in, from 0 on. in_windows: its calls are of one window of a picture each, and what is added to scores hangs
-    on no token.
+    on no token. padded: whether calls may have padding.
     """
 
     biases: list[SeenBias] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
     in_windows: bool = False
+    padded: bool = True
 
     def bias(self, value: object) -> str | None:
         """The path of the embedding whose rows this is made of; None for any other."""
@@ -55,7 +58,7 @@ class BidirectionalSpec(SoftmaxSpec):
     position_bias, relative: of scores. own_code: it is not known by transformers' interface, but by what it gives
     alone. added: names of parameters that are added to queries and values, from the attention. starts: the keyword of
     its layer that tells where sequences begin which lie in one row, see `packed`.
-    windows: of a picture, see `Windows`.
+    windows: of a picture, see `Windows`. pairs: its layer's own code makes what is added to scores, of no token.
     """
 
     reach: Reach | None = None
@@ -65,6 +68,7 @@ class BidirectionalSpec(SoftmaxSpec):
     added: tuple[str, ...] = ()
     starts: str | None = None
     windows: bool = False
+    pairs: bool = False
 
     @property
     def has_position_bias(self) -> bool:
@@ -102,10 +106,11 @@ class BidirectionalSpec(SoftmaxSpec):
         if not functions and (found := seen_by_query(layer, attended, mask, record.biases)) is not None:
             relative, mask = found, None
         starts = None if functions or record.in_windows else _starts(layer, mask, record.ends)
-        if len(functions) != 1 and starts is None and not record.in_windows and not _hides_nothing(mask):
-            raise NotUnderstood("its attention mask is made in a way of its own")
+        unknown = len(functions) != 1 and starts is None and not record.in_windows and not _hides_nothing(mask)
+        if unknown and (record.padded or mask is None or not mask.is_floating_point()):
+            raise NotUnderstood(OWN_MASK)
         fields: dict[str, Any] = {"position_bias": bias, "relative": relative, "starts": starts}
-        fields["windows"] = record.in_windows
+        fields |= {"windows": record.in_windows, "pairs": unknown}
         fields["reach"] = reach_of(functions[0]) if functions else None
         fit = cls.first_fit(layer, calls, cls.formulas(layer, calls, fields), None)
         if fit is None:
@@ -277,6 +282,7 @@ class BoundBidirectionalAttention(BoundSoftmaxAttention):
         super().__init__(kernels, layer, spec, stack)
         self.relative = None if spec.relative is None else spec.relative.bind(layer, self.device)
         self.added = [self.module.get_parameter(name) for name in spec.added]
+        self.layer = layer
 
     def parts(self, outputs: Sequence[torch.Tensor]) -> Parts:
         """See `BoundSoftmaxAttention`."""
@@ -311,7 +317,11 @@ class BoundBidirectionalAttention(BoundSoftmaxAttention):
         alike = step.run is None and spec.starts is None  # sequences of one length
         if alike and not spec.has_position_bias and q.shape[1] == k.shape[1]:
             q, k, v = (t.unflatten(0, step.shape).transpose(1, 2) for t in (q, k, v[0]))
-            return kernels.attention(q, k, v, spec.scale).transpose(1, 2).reshape(1, step.shape.numel(), -1)
+            dense = kernels.attention
+            if spec.pairs:
+                added = added_by(self.layer, step.shape[1], kwargs, self.device).to(q.dtype)
+                dense = partial(F.scaled_dot_product_attention, attn_mask=added)
+            return dense(q, k, v, scale=spec.scale).transpose(1, 2).reshape(1, step.shape.numel(), -1)
         more = {} if self.relative is None else self.relative(kernels, step, q, k, kwargs)
         y = kernels.packed_attention(
             more.pop("q", q), k, v[0], packing.starts, spec.scale, longest=packing.longest, keys=packing.keys,

@@ -12,10 +12,10 @@ import torch
 from accel_kernels.attention.math_attention import math_attention
 from torch import nn
 
-from accel.encoders.bidirectional_attention import BidirectionalSpec, EncoderRecord
+from accel.encoders.bidirectional_attention import OWN_MASK, BidirectionalSpec, EncoderRecord
 from accel.encoders.own_code import OwnCode
 from accel.encoders.position_bias import SeenBias, learned, listening_to_biases, long_text
-from accel.encoders.windows import Moved, one_window
+from accel.encoders.windows import Moved, added_by, one_window
 from accel.errors import reason_of
 from accel.in_flight import listening
 from accel.llm.recording.implementation import foreign_attention
@@ -30,15 +30,15 @@ class EncoderRecorder(Recorder):
     """Gathers keys and values that layers attend with; there is no cache that they would be stored in.
 
     before: what the last attention was given, with all before it of this layer. made: what the last layer gave. stops:
-    behind how many layers that is looked at. masks: whether calls may have padding.
+    behind how many layers that is looked at. pairs: layers whose own code adds to scores, what they were told, and what
+    was added.
     """
 
     before: Attended
     record: EncoderRecord
     made: Any
 
-    def __init__(self, record: EncoderRecord, masks: bool = True):
-        self.masks = masks
+    def __init__(self, record: EncoderRecord):
         self.record, self.scores, self.amplified, self.looking, self.lent = record, False, 1.0, False, {}
         self.open, self.until_shown = [], ExitStack()
         self.thread, self.name = threading.get_ident(), f"{NAME}_{id(self):x}"
@@ -46,6 +46,7 @@ class EncoderRecorder(Recorder):
         self.order: list[int] = []
         self.stops: set[int] = set()
         self.flat, self.made = False, None
+        self.pairs: list[tuple] = []
         me = weakref.proxy(self)  # else both would keep the weights of layers until they are collected
         self.own = OwnCode(lambda: me.open[-1].module if me.open and not me.looking else None)
 
@@ -83,13 +84,16 @@ class EncoderRecorder(Recorder):
         try:
             spec = put_together(layer, [found], None, layer.call.output, [])
         except NotUnderstood:
-            around = None if self.masks else own_code_around(layer, [found])
+            mixed = self.record.padded or cast(BidirectionalSpec, found.spec).pairs
+            around = None if mixed else own_code_around(layer, [found])
             if around is None:
                 raise
             spec = around
         if self.specs.setdefault(at, spec) != spec:
             raise NotUnderstood("a layer that is called several times computes something else each time")
         self.order.append(at)
+        if cast(BidirectionalSpec, found.spec).pairs:
+            self.pairs.append((layer.layer, dict(layer.call.named), cast(Attended, layer.attended).mask))
         self.made = result[0] if isinstance(result := layer.call.result, tuple) else result
 
     def _mask(self, *args: Any, **kwargs: Any) -> torch.Tensor | None:
@@ -146,7 +150,8 @@ def understand_encoder(model: Any, call: dict[str, Any]) -> tuple[str, dict[str,
         raise NotUnderstood("in float16 its layers clamp what overflows")
     kinds: dict = {}
     seen = EncoderRecord([LayerRecord(layer, path, kinds) for path, layer in layers_in(model, stack).items()])
-    recorder = EncoderRecorder(seen, "input_ids" in call or any("mask" in name for name in call))
+    seen.padded = "input_ids" in call or any("mask" in name for name in call)
+    recorder = EncoderRecorder(seen)
     try:
         inside = {one for layer in seen.layers for one in layer.layer.modules()}
         others = listening((one, recorder.note) for one in model.modules() if one not in inside)
@@ -162,6 +167,8 @@ def understand_encoder(model: Any, call: dict[str, Any]) -> tuple[str, dict[str,
         raise NotUnderstood("none of its layers runs")
     specs = [recorder.specs[at] for at in ran]
     attentions: list[Any] = [spec.attention for spec in specs]
+    for one in recorder.pairs:
+        _check_pairs(*one)
     paths = {one.position_bias.path for one in attentions if one.position_bias is not None}
     if paths:
         found = learned(model, paths)
@@ -180,6 +187,17 @@ def understand_encoder(model: Any, call: dict[str, Any]) -> tuple[str, dict[str,
         specs = [replace(spec, attention=one) for spec, one in zip(specs, attentions, strict=True)]
     found_by_path = dict(zip((seen.layers[at].path for at in ran), specs, strict=True))
     return stack, found_by_path, [ran.index(at) for at in recorder.order], recorder.stops
+
+
+def _check_pairs(layer: nn.Module, named: dict[str, Any], mask: torch.Tensor) -> None:
+    """Raises NotUnderstood where a layer's own code, told this, does not tell what was added to its scores."""
+    try:
+        with resting(layer):
+            added = added_by(layer, mask.shape[-1], named, mask.device)
+    except Exception as error:  # whatever its code may raise
+        raise NotUnderstood(f"{OWN_MASK}: {reason_of(error)}") from error
+    if added.dim() != mask.dim() or not torch.equal(added.expand_as(mask), mask):
+        raise NotUnderstood(OWN_MASK)
 
 
 def understand_windows(model: Any, call: dict[str, Any]) -> tuple[str, dict[str, LayerSpec], list[int], set[int]]:

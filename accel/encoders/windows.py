@@ -86,6 +86,14 @@ def _look(code: Callable, *given: Any, **named: Any) -> tuple[torch.Tensor, torc
     raise Unfit("its code does not come to an attention in windows")
 
 
+def added_by(layer: nn.Module, length: int, kwargs: dict[str, Any], device: torch.device) -> torch.Tensor:
+    """What a layer's own code, told this, adds to scores of so many tokens, where it hangs on none of them."""
+    added = _look(type(layer).forward, layer, torch.zeros(1, length, 1, device=device), **kwargs)[1]
+    if added is None:
+        raise Unfit("its code adds nothing to scores")
+    return added
+
+
 def own_bias(attention: nn.Module, length: int, device: torch.device) -> torch.Tensor | None:
     """What an attention adds to scores by where tokens stand in a window of so many, (1, heads, L, L)."""
     return _look(type(attention).forward, attention, torch.zeros(1, length, 1, device=device))[1]

@@ -1,4 +1,4 @@
-"""Encoders of images and of sound: fused layers give what stock gives, alone, under heads, in towers, as backbones."""
+"""Encoders of images: fused layers give what stock gives, alone, under heads, in towers, as backbones."""
 
 import copy
 import importlib
@@ -11,7 +11,7 @@ import accel
 from accel.encoders.inputs import inputs_of, small_call
 from accel.encoders.packing import blocks_of
 from accel.fusion.patch_embedding import is_patch_embedding
-from support.objects.encoders import assert_same_tensors, encoder_of, fallbacks, random_pair
+from support.objects.encoders import assert_same_tensors, fallbacks, random_pair
 from support.state import assert_same_state, snapshot
 
 DINO2 = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 16, "patch_size": 4}
@@ -125,6 +125,16 @@ MODELS = {
     ),
     "dinov3": (lambda: t.DINOv3ViTModel(t.DINOv3ViTConfig(**VIT)), [images(), images(1, 12, 24)], ""),
     "dinov3-backbone": (lambda: t.DINOv3ViTBackbone(t.DINOv3ViTConfig(**VIT, **STAGES)), [images(1)], ""),
+    "beit": (
+        lambda: t.BeitModel(t.BeitConfig(**VIT, use_relative_position_bias=True)).requires_grad_(False),
+        [images(), images(1, 24, 12) | {"interpolate_pos_encoding": True}, images() | {"output_hidden_states": True}],
+        "",
+    ),
+    "beit-shared": (
+        lambda: t.BeitForImageClassification(t.BeitConfig(**VIT, use_shared_relative_position_bias=True)),
+        [images()],
+        "beit",
+    ),
     "depth": (lambda: t.DepthAnythingForDepthEstimation(t.DepthAnythingConfig(**DEPTH)), [images()], "backbone"),
     "yolos": (
         lambda: t.YolosForObjectDetection(t.YolosConfig(**VIT | {"image_size": [16, 16]}, num_detection_tokens=3)),
@@ -181,59 +191,6 @@ MODELS = {
 }
 
 
-SOUND = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
-WAVES = SOUND | {"conv_dim": [16, 16], "conv_kernel": [10, 3], "conv_stride": [5, 2], "num_conv_pos_embeddings": 16}
-WAVES["num_conv_pos_embedding_groups"] = 2
-SPECTRA = SOUND | {"patch_size": 4, "frequency_stride": 4, "time_stride": 4, "max_length": 16, "num_mel_bins": 8}
-MELS = {"d_model": 32, "encoder_layers": 2, "encoder_attention_heads": 4, "encoder_ffn_dim": 48, "num_mel_bins": 8}
-MELS |= {"vocab_size": 64, "decoder_layers": 1, "decoder_attention_heads": 4, "max_source_positions": 20}
-
-
-NEAR = {"feature_projection_input_dim": 8, "left_max_position_embeddings": 7, "right_max_position_embeddings": 2}
-
-
-def sound(*shape, name="input_values", heard=()):
-    """heard: of each row, how much a mask shows."""
-    mask = (torch.arange(shape[1]) < torch.tensor(heard)[:, None]).long() if heard else None
-    given = {} if mask is None else {"attention_mask": mask}
-    return {name: torch.randn(*shape, generator=torch.Generator().manual_seed(1))} | given
-
-
-MODELS |= {
-    "wav2vec2": (
-        lambda: t.Wav2Vec2ForCTC(t.Wav2Vec2Config(**WAVES, vocab_size=20)),
-        [sound(2, 600), sound(1, 950), sound(3, 950, heard=(700, 950, 310)), sound(2, 600, heard=(600, 600))],
-        "wav2vec2",
-    ),
-    "hubert": (
-        lambda: t.HubertModel(t.HubertConfig(**WAVES, do_stable_layer_norm=True, feat_extract_norm="layer")),
-        [sound(2, 600), sound(2, 600, heard=(600, 444))],
-        "",
-    ),
-    "sew-d": (
-        lambda: t.SEWDModel(t.SEWDConfig(**WAVES, squeeze_factor=2, position_buckets=8)),
-        [sound(2, 600), sound(1, 950)],
-        "",
-    ),
-    "wav2vec2-conformer": (
-        lambda: t.Wav2Vec2ConformerModel(t.Wav2Vec2ConformerConfig(**WAVES, conv_depthwise_kernel_size=3)),
-        [sound(2, 600), sound(1, 950), sound(2, 600, heard=(600, 444))],
-        "",
-    ),
-    "wav2vec2-bert": (
-        lambda: t.Wav2Vec2BertForCTC(t.Wav2Vec2BertConfig(**SOUND, **NEAR, vocab_size=20)),
-        [sound(2, 30, 8, name="input_features", heard=(30, 17)), sound(1, 9, 8, name="input_features")],
-        "wav2vec2_bert",
-    ),
-    "ast": (lambda: t.ASTModel(t.ASTConfig(**SPECTRA)), [sound(2, 16, 8)], ""),
-    "whisper": (
-        lambda: t.WhisperModel(t.WhisperConfig(**MELS, **dict.fromkeys(("pad_token_id", "eos_token_id"), 1))).encoder,
-        [sound(2, 8, 40, name="input_features") | {"attention_mask": torch.ones(2, 40)}],
-        "",
-    ),
-}  # fmt: skip
-
-
 def made(name):
     return random_pair(MODELS[name][0])
 
@@ -244,8 +201,6 @@ def test_an_encoder_gives_what_stock_gives(name):
     rows = {(path, rule): status for path, rule, status, _ in accel.report(accel.optimize(model)).sites}
     assert rows[MODELS[name][2], "encoder"] == "patched"
     assert [rule for _, rule in rows].count("patch embedding") == any(map(is_patch_embedding, stock.modules()))
-    forward = encoder_of(model)
-    assert forward.runner is None or not any(layer.inner for layer in forward.layers)  # own code is given more
     for call in MODELS[name][1]:
         assert_same_tensors(model, stock, call)
     assert not fallbacks(model)
@@ -271,7 +226,6 @@ def test_what_sizes_say_is_made_once(name):
     [
         ("vit-sizes", images() | {"output_attentions": True}, "output_attentions: its layers run stock where each"),
         ("vit-sizes", images() | {"attention_mask": torch.ones(3, 17).tril().long()}, "attention_mask is given"),
-        ("sew-d", sound(2, 600, heard=(600, 444)), "attention_mask is given"),
         ("qwen2.5-vl", SEVERAL[0] | {"output_attentions": True}, "output_attentions: its layers run stock where each"),
         ("siglip2-head", patches() | {"output_hidden_states": True}, "output_hidden_states: its layers run stock"),
     ],
@@ -353,7 +307,11 @@ def test_restore_and_copies(name):
     assert_same_tensors(model, stock, images(1))
 
 
-def test_what_attends_by_a_bias_of_pairs_says_why():
-    model = t.BeitModel(t.BeitConfig(**VIT, use_relative_position_bias=True)).eval()
-    rows = [row for row in accel.report(accel.optimize(model)).sites if row[1] == "encoder"]
-    assert [row[2:] for row in rows] == [("skipped", "its attention mask is made in a way of its own")]
+def test_a_bias_of_pairs_is_followed():
+    model, stock = made("beit")
+    accel.optimize(model)
+    for change in (lambda one: one.data.mul_(3.0), lambda one: one.set_(one.flip(0))):
+        for one in (model, stock):
+            change(one.layers[1].relative_position_bias.relative_position_bias_table)
+        assert_same_tensors(model, stock, images())
+    assert not fallbacks(model)
