@@ -47,6 +47,11 @@ class CallersHook:
     """A hook of ours on a module that is called, not computed by who holds it, so that its hooks run."""
 
 
+def comes_when_called(module: nn.Module) -> bool:
+    """Whether it has such a hook: its weights may be elsewhere until then."""
+    return any(isinstance(hook, CallersHook) for hook in vars(module)["_forward_pre_hooks"].values())
+
+
 def foreign_hooks(module: nn.Module, own: type | tuple = ()) -> bool:
     """Whether a module has hooks other than those by which transformers collects hidden states into its outputs, and
     those of a class of our own.

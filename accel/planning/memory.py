@@ -21,6 +21,7 @@ from accel.offload.layout import as_ordinary, separate, unmovable, weights_in
 from accel.offload.streamed_model import StreamedModel
 from accel.options import Options, bytes_of
 from accel.patching.rule import Context, set_data
+from accel.patching.structure import stock_method
 from accel.planning.plan import Row, StageReport, StageResult
 
 RULE = "memory"
@@ -128,6 +129,7 @@ class PipelineTurns(WeightsMoved):
     def __init__(self, pipe: Any, device: torch.device, budget: Budget):
         self.pipe, self.device, self.budget = pipe, device, budget
         self.before: dict[nn.Module, torch.device] = {}
+        self.added: set[str] = set()  # attributes of the pipeline
 
     def move(self) -> None:
         models = models_of(self.pipe)
@@ -141,15 +143,20 @@ class PipelineTurns(WeightsMoved):
         fits = sum(map(nbytes, models)) <= ROOM_FOR_CALLS * self.budget.card
         if not fits:
             check_ram(one for model in models for one in weights_in(model))
-        self.before = {model: next(iter(weights_in(model))).device for model in models}
+        self.before, known = {model: next(iter(weights_in(model))).device for model in models}, set(vars(self.pipe))
         self.pipe.to(self.device) if fits else getattr(self.pipe, SWITCH)(device=self.device)
+        self.added = vars(self.pipe).keys() - known
 
     def undo(self) -> None:
         if self.before:
             self.pipe.remove_all_hooks()
         for model, device in self.before.items():
+            if stock_method(model, vars(model).get("forward")):
+                del vars(model)["forward"]  # which hooks leave
             model.to(device)
-        self.before = {}
+        for name in self.added:
+            vars(self.pipe).pop(name, None)
+        self.before, self.added = {}, set()
 
 
 def lift_offload(model: nn.Module, context: Context) -> StageResult:

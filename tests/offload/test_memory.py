@@ -10,7 +10,7 @@ import torch
 from accel_kernels.moe.weights import PLACE_BYTES
 from accelerate import cpu_offload, dispatch_model
 from diffusers.hooks import apply_group_offloading
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 import accel
 from accel.bench.diffusion.streaming import in_fewer_bits, on_paper
@@ -32,11 +32,10 @@ from support.objects.streaming import aligning_hooks, bert, flux, levels, llama,
 pytestmark = pytest.mark.usefixtures("streaming")
 
 
-@pytest.mark.parametrize("weights", ["int8", "int4"])
+@pytest.mark.parametrize(("name", "weights"), [("llama", "int8"), ("llama", "int4"), ("deepseek-v3", "int8")])
 @torch.no_grad()
-def test_quantized_blocks_stream(weights):
-    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_hidden_layers=4, **sizes)).eval()
+def test_quantized_blocks_stream(name, weights):
+    model = make(name, num_hidden_layers=4, **({"hidden_size": 128} if name == "llama" else {}))
     ids = torch.randint(0, 64, (2, 9))
     twin = accel.optimize(copy.deepcopy(model), weights=weights)
     wanted = twin(ids).logits
@@ -44,7 +43,8 @@ def test_quantized_blocks_stream(weights):
     for _ in range(3):
         assert torch.equal(model(ids).logits, wanted)
     attention = model.model.layers[0].self_attn
-    assert stacked_rows([attention.q_proj.data, attention.k_proj.data, attention.v_proj.data]) is not None
+    if name == "llama":
+        assert stacked_rows([attention.q_proj.data, attention.k_proj.data, attention.v_proj.data]) is not None
     assert streamed(model).streamed and not accel.report(model).fallbacks
 
 
@@ -295,7 +295,8 @@ def test_models_of_a_pipeline_take_turns(sdxl_pipe, live, monkeypatch):
         assert streamed(sdxl_pipe.unet) is not None and streamed(sdxl_pipe.unet).arena is None
     accel.restore(sdxl_pipe)
     same(sdxl_pipe.unet, before)
-    assert not any(hasattr(one, "_hf_hook") for one in sdxl_pipe.unet.modules()) and not sdxl_pipe._all_hooks
+    assert not any(hasattr(one, "_hf_hook") for one in sdxl_pipe.unet.modules())
+    assert "forward" not in vars(sdxl_pipe.vae) and not {"_all_hooks", "_offload_device"} & set(vars(sdxl_pipe))
     assert not any(one._forward_hooks or one._forward_pre_hooks for one in sdxl_pipe.unet.modules())
     assert live.rms(live.draw(sdxl_pipe), wanted) < 1e-4
 

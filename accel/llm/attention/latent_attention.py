@@ -27,6 +27,7 @@ from accel.llm.recording.plain_attention import plain_attention
 from accel.llm.recording.record import Attended, Call, LayerRecord, NotUnderstood, Record
 from accel.patching.fast_forward import Kernels
 from accel.patching.guard import as_understood, changed_since, plain_settings
+from accel.patching.structure import comes_when_called
 
 
 @dataclass(frozen=True)
@@ -158,13 +159,14 @@ class BoundLatentAttention:
         if spec.norm.kind is None or not as_understood(norm, spec.norm.settings):
             raise NotUnderstood("the norm of its latents is another now")
         self.norm = spec.norm.kind.of(norm)
-        gain = self.norm.weight
+        self.dtype = torch.float32 if self.norm.weight is None else self.norm.weight.dtype
         up = weights(layer.get_submodule(spec.up))
         if up is None or up.transposed or up.ranks is not None or up.operands()[1] is not None:
             raise NotUnderstood("what makes keys and values of its latents is no plain linear")
         self.up, self.written = up, None
-        if up.quantized and gain is not None:  # the op reads plain numbers: they are few beside the other weights
-            self.written = up.operands()[0].dequantized(gain.dtype)
+        # The op reads plain numbers: they are few beside the other weights. What streams is not there yet.
+        if up.quantized and not comes_when_called(layer):
+            self.written = self.weight()
 
     def __call__(self, kernels: Kernels, step: Step, h: NormedInput, kwargs: dict) -> torch.Tensor:
         """See `BoundAttention`."""
@@ -182,7 +184,8 @@ class BoundLatentAttention:
 
     def weight(self) -> torch.Tensor:
         """That makes keys and values of latents."""
-        return self.up.operands()[0] if self.written is None else self.written
+        held = self.up.operands()[0] if self.written is None else self.written
+        return held if isinstance(held, torch.Tensor) else held.dequantized(self.dtype)
 
     def scaled_norm(self) -> Norm:
         """Of the latents; made anew where they are multiplied, as the weight may change in place."""
