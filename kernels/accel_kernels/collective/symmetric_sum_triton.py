@@ -20,21 +20,9 @@ WARPS = 4
 
 @triton.jit
 def symmetric_sum_kernel(
-    part_ptr,
-    bias_ptr,
-    residual_ptr,
-    y_ptr,
-    buffers_ptr,
-    signals_ptr,
-    place,
-    count,
-    columns,
-    scale,
-    rank,
-    RANKS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    part_ptr, bias_ptr, residual_ptr, y_ptr, buffers_ptr, signals_ptr, place, count, columns, scale, rank,
+    RANKS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     if PDL:  # the next product may load its weights while the ranks wait for each other
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()

@@ -51,16 +51,9 @@ class Product:
     """
 
     def __init__(
-        self,
-        lt: CublasLt,
-        rows: int,
-        outs: int,
-        depth: int,
-        dtype: torch.dtype,
-        bias: bool,
-        gelu: bool = False,
+        self, lt: CublasLt, rows: int, outs: int, depth: int, dtype: torch.dtype, bias: bool, gelu: bool = False,
         apart: int | None = None,
-    ):
+    ):  # fmt: skip
         self.lt, self.shape, self.dtype, self.bias = lt, (rows, outs, depth), dtype, bias
         self.description = c_void_p()
         lt._call("MatmulDescCreate", byref(self.description), COMPUTE_32F, REAL_32F)

@@ -106,6 +106,7 @@ def supports(x, weight, bias=None, *, norm=None, low_rank=None, **after) -> str 
     return dtype_reason(x, weight, *others, products=rows > 1)
 
 
+SWIGLU, GEGLU = {"gate": True, "activation": "silu"}, {"gate": True, "activation": "gelu"}
 CASES = (
     product_case("plain", (1, 64), 48, small=True),
     product_case("rms", (1, 136), 40, norm="rms", small=True),
@@ -128,36 +129,15 @@ CASES = (
     product_case("low-rank", (1, 72), 33, norm="rms", residual=True, scale=0.5, low_rank=(33,), small=True),
     product_case("low-rank-parts", (1, 136), 56, norm="layer", bias=True, low_rank=(24, 40, 56), small=True),
     product_case("low-rank-together", (1, 136), 56, norm="rms", low_rank=(24, 56), together=True, small=True),
-    product_case(
-        "low-rank-gate",
-        (1, 64),
-        37,
-        norm="rms",
-        gate=True,
-        activation="silu",
-        low_rank=(37,),
-        together=True,
-        small=True,
-    ),
+    product_case("low-rank-gate", (1, 64), 37, norm="rms", **SWIGLU, low_rank=(37,), together=True, small=True),
     product_case("low-rank-by-row", (1, 1, 72), 33, norm="rms", low_rank=(33,), by_row=True, together=True, small=True),
     product_case("rows-6-low-rank-by-row", (3, 2, 72), 56, low_rank=(24, 56), by_row=True, small=True),
     product_case("rows-5-low-rank", (5, 72), 56, norm="rms", residual=True, low_rank=(24, 40, 56), small=True),
-    product_case(
-        "rows-3-low-rank-gate", (3, 64), 37, gate=True, bias=True, activation="gelu", low_rank=(37,), small=True
-    ),
+    product_case("rows-3-low-rank-gate", (3, 64), 37, bias=True, **GEGLU, low_rank=(37,), small=True),
     product_case(
         "llama-qkv-low-rank", (1, 4096), 6144, norm="rms", low_rank=(4096, 5120, 6144), rank=64, together=True
     ),
-    product_case(
-        "llama-gate-up-low-rank",
-        (1, 4096),
-        14336,
-        norm="rms",
-        gate=True,
-        activation="silu",
-        low_rank=(14336,),
-        together=True,
-    ),
+    product_case("llama-gate-up-low-rank", (1, 4096), 14336, norm="rms", **SWIGLU, low_rank=(14336,), together=True),
     product_case("llama-down-8-low-rank", (8, 14336), 4096, residual=True, low_rank=(4096,), rank=128),
     product_case("llama-qkv", (1, 4096), 6144, norm="rms"),
     product_case("llama-out", (1, 4096), 4096, residual=True),

@@ -52,16 +52,8 @@ def reference(
             mask = _relative(by_query[tokens], by_key[tokens], places, scale)[..., :seen] + (
                 0 if mask is None else mask
             )
-        is_causal = causal and mask is None
-        found = F.scaled_dot_product_attention(
-            queries,
-            theirs,
-            values,
-            attn_mask=mask,
-            is_causal=is_causal,
-            scale=scale,
-            enable_gqa=q.shape[1] != k.shape[1],
-        )
+        given = {"attn_mask": mask, "is_causal": causal and mask is None, "enable_gqa": q.shape[1] != k.shape[1]}
+        found = F.scaled_dot_product_attention(queries, theirs, values, scale=scale, **given)
         if mask is not None:
             found = found.masked_fill((mask == -math.inf).all(-1)[..., None], 0.0)
         if padding is not None:

@@ -214,6 +214,7 @@ def _gate_reason(q, gate) -> str | None:
 
 
 INT8, FP8 = {"kv_dtype": torch.int8}, {"kv_dtype": torch.float8_e4m3fn}
+NORM_AFTER = {"qk_norm": True, "norms_after": True, "q_scales": True}
 _small, _ragged = partial(attention_case, small=True), partial(ragged_case, small=True)
 _large, _large_ragged = partial(attention_case, block=64), partial(ragged_case, block=64)
 _llama, _llama_ragged = (partial(one, heads=32, kv_heads=8, dim=128, rotary=128) for one in (_large, _large_ragged))
@@ -315,17 +316,7 @@ CASES = (
     _ragged("ragged-all", [(9, 1), (30, 20)], 4, 4, 32, sinks=True, slopes=True, softcap=4.0),
     _ragged("ragged-gate", [(37, 1), (60, 1), (0, 23), (5, 3)], 4, 2, 32, rotary=32, qk_norm=True, gate=True, fill=2),
     _ragged("ragged-borrowed", [(37, 1), (60, 1), (0, 23), (5, 3)], 4, 2, 32, rotary=32, window=18, borrowed=True),
-    _ragged(
-        "ragged-norm-after",
-        [(37, 1), (60, 1), (0, 23)],
-        4,
-        2,
-        32,
-        rotary=32,
-        qk_norm=True,
-        norms_after=True,
-        q_scales=True,
-    ),
+    _ragged("ragged-norm-after", [(37, 1), (60, 1), (0, 23)], 4, 2, 32, rotary=32, **NORM_AFTER),
     _ragged("ragged-int8", [(37, 1), (0, 23), (5, 3)], 4, 2, 32, rotary=32, fill=2, **INT8),
     ragged_case("ragged-fp8", [(37, 1), (9, 23)], 4, 2, 64, rotary=64, **FP8),
     _large_ragged("ragged-int8-decode", [(317, 1), (64, 1), (9, 1)], 8, 2, 128, rotary=128, idle=5, fill=5, **INT8),
@@ -337,8 +328,8 @@ CASES = (
     _llama_ragged("ragged-llama", [*[(100 * i, 1) for i in range(20)], (0, 700), (64, 300)], idle=4, fill=4),
     _large_ragged("ragged-gemma2", [(700, 1), (0, 300)], 8, 4, 256, rotary=256, window=512, softcap=50.0),
     _large_ragged("ragged-phi-80", [(300, 1), (20, 150)], 32, 32, 80, rotary=32),
-    _small("decode-norm-after", 2, 30, 1, 4, 2, 32, rotary=32, qk_norm=True, norms_after=True, q_scales=True),
-    _small("prefill-norm-after", 2, 9, 20, 4, 2, 20, rotary=10, qk_norm=True, norms_after=True, q_scales=True),
+    _small("decode-norm-after", 2, 30, 1, 4, 2, 32, rotary=32, **NORM_AFTER),
+    _small("prefill-norm-after", 2, 9, 20, 4, 2, 20, rotary=10, **NORM_AFTER),
     _small("decode-chunked", 3, 57, 1, 4, 2, 32, window=11, chunked=True, padding_mask=True, hole=40),
     _small("prefill-chunked", 3, 19, 23, 4, 2, 32, window=11, chunked=True, padding_mask=True, hole=40),
     _small("decode-softplus", 2, 37, 1, 4, 2, 32, rotary=32, gate=1, gate_activation="softplus"),

@@ -145,23 +145,12 @@ def _case(name, *shape, n, kind=None, **more) -> Case:
     return product_case(name, shape, n, **more)
 
 
+GEGLU = {"gate": True, "activation": "gelu"}
 CASES = (
     _case("tiny", 2, 5, 64, n=48, bias=True, residual=True, modulation=True, small=True),
-    _case("odd-geglu", 3, 47, 72, n=136, gate=True, bias=True, activation="gelu", small=True),
+    _case("odd-geglu", 3, 47, 72, n=136, bias=True, **GEGLU, small=True),
     _case("low-rank", 2, 37, 72, n=136, bias=True, residual=True, low_rank=(128, 136), rank=32, small=True),
-    _case(
-        "low-rank-geglu",
-        3,
-        47,
-        72,
-        n=136,
-        gate=True,
-        bias=True,
-        activation="gelu",
-        low_rank=(136,),
-        shared=True,
-        small=True,
-    ),
+    _case("low-rank-geglu", 3, 47, 72, n=136, bias=True, **GEGLU, low_rank=(136,), shared=True, small=True),
     _case("sdxl-qkv-low-rank", 2, 1024, 1280, n=3840, low_rank=(1280, 2560, 3840)),
     _case("flux-up-low-rank", 1, 4096, 3072, n=12288, bias=True, activation="gelu_tanh", low_rank=(12288,), rank=128),
     _case("flux-single-in", 1, 4608, 3072, n=21504, bias=True),

@@ -148,22 +148,7 @@ def product_of(
     bias_ptr, order_ptr, y_ptr, wide, padded = to
     expert, n, first, end = place
     acc, tail = expert_products(
-        descs,
-        weight,
-        rings,
-        rows_at,
-        first,
-        M,
-        T,
-        K,
-        GROUPS,
-        FORMAT,
-        BLOCK_N,
-        INPUTS,
-        STAGES,
-        X_STAGES,
-        PDL,
-        num_warps,
+        descs, weight, rings, rows_at, first, M, T, K, GROUPS, FORMAT, BLOCK_N, INPUTS, STAGES, X_STAGES, PDL, num_warps
     )
     if UP:
         store_inner(acc, bias_ptr, y_ptr, expert, n, first, end, wide, padded, GATING, INTERLEAVED, num_warps)
