@@ -42,29 +42,29 @@ MODELS: dict[str, tuple[str, dict, dict, tuple[int, int]]] = {
 }  # fmt: skip
 
 
-def build_pictures(name: str, device: torch.device, dtype: torch.dtype) -> Any:
-    """The model with random weights, made on the device. Raises KeyError for an unknown name."""
+def build_pictures(name: str, device: torch.device, dtype: torch.dtype, **changes: Any) -> Any:
+    """The model with random weights, made on the device. changes: of its texts. Raises KeyError for an unknown name."""
     from transformers import AutoConfig, AutoModelForImageTextToText
 
     kind, text, vision, _ = MODELS[name]
     special = {"image_token_id": 100, "video_token_id": 101, "vision_start_token_id": 102, "vision_end_token_id": 103}
-    config = AutoConfig.for_model(kind, text_config=text, vision_config=vision, **special)
+    config = AutoConfig.for_model(kind, text_config=text | changes, vision_config=vision, **special)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.device(device):
         torch.manual_seed(SEED)
         model = AutoModelForImageTextToText.from_config(config, dtype=dtype).eval()
     return endless(model.requires_grad_(False))
 
 
-def picture_prompt(model: Any, sizes: list[tuple[int, int]]) -> dict[str, torch.Tensor]:
-    """What a processor gives for one text with pictures of so many rows and columns of patches."""
+def picture_prompt(model: Any, sizes: list[tuple[int, int]], words: int = 16) -> dict[str, torch.Tensor]:
+    """What a processor gives for pictures of so many rows and columns of patches, so many words before and behind."""
     config, vision = model.config, model.config.vision_config
     merged, numbers = vision.spatial_merge_size**2, vision.patch_size**2 * vision.temporal_patch_size * 3
-    words = torch.randint(4, 90, (1, 16), generator=torch.Generator().manual_seed(SEED))
+    text = torch.randint(4, 90, (1, words), generator=torch.Generator().manual_seed(SEED))
     ends = torch.tensor([[config.vision_start_token_id]]), torch.tensor([[config.vision_end_token_id]])
-    parts = [words]
+    parts = [text]
     for height, width in sizes:
         pieces = torch.full((1, height * width // merged), config.image_token_id)
-        parts += [ends[0], pieces, ends[1], words]
+        parts += [ends[0], pieces, ends[1], text]
     ids, grid = torch.cat(parts, dim=1), torch.tensor([[1, *size] for size in sizes])
     given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "image_grid_thw": grid}
     given |= {"mm_token_type_ids": (ids == config.image_token_id).int()}

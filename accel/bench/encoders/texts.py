@@ -27,10 +27,10 @@ class Encoder(NamedTuple):
     given: dict[str, Any]
 
 
-_LARGE = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
-_M3 = _LARGE | {"vocab_size": 250002, "max_position_embeddings": 8194, "type_vocab_size": 1}
-_QWEN = {"hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8}
-_QWEN |= {"intermediate_size": 3072, "head_dim": 128, "vocab_size": 151669}
+LARGE = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
+_M3 = LARGE | {"vocab_size": 250002, "max_position_embeddings": 8194, "type_vocab_size": 1}
+QWEN = {"hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8}
+QWEN |= {"intermediate_size": 3072, "head_dim": 128, "vocab_size": 151669}
 _TINY = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
 ENCODERS = {
     "bge-m3": Encoder("XLMRobertaModel", "XLMRobertaConfig", _M3),
@@ -42,7 +42,7 @@ ENCODERS = {
         {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 12, "intermediate_size": 1536},
     ),
     "modernbert-base": Encoder("ModernBertModel", "ModernBertConfig", {}),
-    "qwen3-embedding-0.6b": Encoder("Qwen3Model", "Qwen3Config", _QWEN),
+    "qwen3-embedding-0.6b": Encoder("Qwen3Model", "Qwen3Config", QWEN),
     "tiny": Encoder("BertModel", "BertConfig", _TINY | {"vocab_size": 100}),
 }
 

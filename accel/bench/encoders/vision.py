@@ -8,21 +8,18 @@ from typing import Any
 import torch
 
 import accel
-from accel.bench.encoders.texts import Encoder, build_encoder
+from accel.bench.encoders.texts import LARGE, Encoder, build_encoder
 from accel.bench.llm.models import beside
 from accel.bench.results import reported
 from accel.bench.timing import compare_times
 from accel.comparison import relative_rms
 
-_LARGE = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
-_SO400M = {"hidden_size": 1152, "num_hidden_layers": 27, "num_attention_heads": 16, "intermediate_size": 4304}
+SO400M = {"hidden_size": 1152, "num_hidden_layers": 27, "num_attention_heads": 16, "intermediate_size": 4304}
 _TINY = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64, "image_size": 32}
 VISION = {
-    "siglip-so400m": Encoder(
-        "SiglipVisionModel", "SiglipVisionConfig", _SO400M | {"image_size": 384, "patch_size": 14}
-    ),
-    "clip-l": Encoder("CLIPVisionModel", "CLIPVisionConfig", _LARGE | {"image_size": 224, "patch_size": 14}),
-    "dinov3-l": Encoder("DINOv3ViTModel", "DINOv3ViTConfig", _LARGE | {"image_size": 224, "num_register_tokens": 4}),
+    "siglip-so400m": Encoder("SiglipVisionModel", "SiglipVisionConfig", SO400M | {"image_size": 384, "patch_size": 14}),
+    "clip-l": Encoder("CLIPVisionModel", "CLIPVisionConfig", LARGE | {"image_size": 224, "patch_size": 14}),
+    "dinov3-l": Encoder("DINOv3ViTModel", "DINOv3ViTConfig", LARGE | {"image_size": 224, "num_register_tokens": 4}),
     "vit-base": Encoder("ViTModel", "ViTConfig", {}),
     "tiny-vit": Encoder("ViTModel", "ViTConfig", _TINY | {"patch_size": 16}),
 }

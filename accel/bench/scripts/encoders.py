@@ -4,6 +4,10 @@ from typing import Any
 
 import torch
 
+from accel.bench.encoders.pictures import build_pictures, picture_prompt
+from accel.bench.encoders.speech import SPEECH
+from accel.bench.encoders.texts import LARGE, QWEN
+from accel.bench.encoders.vision import SO400M
 from accel.bench.scripts.generation import TINY
 from accel.bench.scripts.script import Built, Script, Size, script
 from accel.bench.weights import random_transformer
@@ -49,16 +53,12 @@ def pictures(name: str, about: str, model: tuple[str, str, dict, dict], rows: in
 
 
 WORDS, SPECIAL = {"vocab_size": 200}, dict(pad_token_id=0, bos_token_id=1, cls_token_id=1, sep_token_id=2)
-LARGE = dict(hidden_size=1024, intermediate_size=4096, num_hidden_layers=24, num_attention_heads=16)
 BERT = ("BertModel", "bert", LARGE, SMALL | WORDS)
 BASE: dict = {}  # the defaults of its configuration
 MODERN_BERT = ("ModernBertModel", "modernbert", BASE, SMALL | WORDS | SPECIAL | {"eos_token_id": 2})
-EMBEDDER: dict = dict(vocab_size=151669, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, head_dim=128)
-EMBEDDER |= dict(num_attention_heads=16, num_key_value_heads=8, use_cache=False)
-QWEN3 = ("Qwen3Model", "qwen3", EMBEDDER, TINY | {"head_dim": 8, "use_cache": False})
-SO400M: dict = dict(hidden_size=1152, intermediate_size=4304, num_hidden_layers=27, num_attention_heads=16)
-SO400M |= dict(image_size=384, patch_size=14)
-SIGLIP = ("SiglipVisionModel", "siglip_vision_model", SO400M, SMALL | dict(image_size=32, patch_size=8))
+QWEN3 = ("Qwen3Model", "qwen3", QWEN | {"use_cache": False}, TINY | {"head_dim": 8, "use_cache": False})
+REAL = SO400M | dict(image_size=384, patch_size=14)
+SIGLIP = ("SiglipVisionModel", "siglip_vision_model", REAL, SMALL | dict(image_size=32, patch_size=8))
 ENCODERS = (
     embedding("bert-1", "BERT-large, the embedding of a text of 384 tokens", BERT, 1, 384, 30000),
     embedding("bert-64", "BERT-large, the embeddings of 64 texts of 192 to 384 tokens", BERT, 64, 384, 30000),
@@ -71,7 +71,7 @@ ENCODERS = (
 
 @script("clip-8", "CLIP ViT-L/14, 8 images and 8 texts")
 def clip(size: Size) -> Built:
-    vision = dict(hidden_size=1024, intermediate_size=4096, num_hidden_layers=24, num_attention_heads=16, patch_size=14)
+    vision = LARGE | dict(patch_size=14)
     text = dict(hidden_size=768, intermediate_size=3072, num_hidden_layers=12, num_attention_heads=12)
     ends = dict(vocab_size=200, bos_token_id=198, eos_token_id=199, pad_token_id=199)
     tiny = dict(vision_config=SMALL | dict(image_size=32, patch_size=8), text_config=SMALL | ends, projection_dim=16)
@@ -90,13 +90,12 @@ def _written(model: Any, size: Size, new: int, **inputs: Any) -> Built:
 
 
 def _whisper(size: Size, frames: int) -> tuple[Any, torch.Tensor]:
-    real = dict(vocab_size=51866, num_mel_bins=128, d_model=1280, max_target_positions=448)
+    real = SPEECH["large-v3"] | dict(max_target_positions=448, decoder_start_token_id=50258)
     tiny = dict(vocab_size=300, num_mel_bins=8, d_model=32, max_target_positions=40, max_source_positions=20)
     tiny |= dict(bos_token_id=1, eos_token_id=2, pad_token_id=0, decoder_start_token_id=3)
     for side in ("encoder", "decoder"):
-        real |= {f"{side}_layers": 32, f"{side}_attention_heads": 20, f"{side}_ffn_dim": 5120}
         tiny |= {f"{side}_layers": 2, f"{side}_attention_heads": 2, f"{side}_ffn_dim": 48}
-    model = _made(size, "WhisperForConditionalGeneration", "whisper", real | dict(decoder_start_token_id=50258), tiny)
+    model = _made(size, "WhisperForConditionalGeneration", "whisper", real, tiny)
     config = model.generation_config
     config.decoder_start_token_id = size(50258, 3)
     config.no_timestamps_token_id = size(50364, 200)
@@ -144,23 +143,6 @@ def bart(size: Size) -> Built:
 
 @script("qwen2.5-vl", "Qwen2.5-VL-7B with an image of 512 px, 14 of 28 layers of text: 64 tokens in, 32 out")
 def vision_language(size: Size) -> Built:
-    image, start, side = size((151655, 151652, 36), (190, 192, 4))
-    special: dict = dict(image_token_id=image, video_token_id=image + 1)
-    special |= dict(vision_start_token_id=start, vision_end_token_id=start + 1)
-    rope = dict(rope_type="default", rope_theta=1e6, mrope_section=size([16, 24, 24], [1, 1, 2]))
-    text: dict = dict(vocab_size=152064, hidden_size=3584, intermediate_size=18944, num_hidden_layers=14)
-    text |= dict(num_attention_heads=28, num_key_value_heads=4)
-    text = size(text, TINY | {"vocab_size": 200}) | {"rope_parameters": rope}
-    vision = dict(depth=32, hidden_size=1280, intermediate_size=3420, num_heads=16, out_hidden_size=3584, patch_size=14)
-    tiny = dict(depth=2, hidden_size=32, intermediate_size=48, num_heads=2, out_hidden_size=32, patch_size=4)
-    given: dict = special | dict(text_config=text, vision_config=size(vision, tiny | dict(fullatt_block_indexes=[1])))
-    model = _made(size, "Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl", given, given)
-    ids = size.ids(1, size(64, 8), size(150000, 180))
-    pieces = torch.full((1, side * side // 4), image, device=size.device)
-    ends = [torch.tensor([[token]], device=size.device) for token in (start, start + 1)]
-    ids = torch.cat([ids[:, :4], ends[0], pieces, ends[1], ids[:, 4:]], dim=1)
-    patch = size(14, 4)
-    picture = size.randn(side * side, 3 * 2 * patch * patch, dtype=size.bf16)
-    grid = torch.tensor([[1, side, side]], device=size.device)
-    inputs = dict(pixel_values=picture, image_grid_thw=grid, mm_token_type_ids=(ids == image).int())
-    return _written(model, size, 32, input_ids=ids, attention_mask=torch.ones_like(ids), **inputs)
+    name, side = size(("qwen2.5-vl-7b", 36), ("tiny-vl", 4))
+    model = build_pictures(name, size.device, size.bf16, num_hidden_layers=size(14, 2))
+    return _written(model, size, 32, **picture_prompt(model, [(side, side)], size(32, 4)))

@@ -52,37 +52,16 @@ OSS: dict = dict(head_dim=8, num_local_experts=4, num_experts_per_tok=2, sliding
 TEXTS = (
     text_script("llama", "Llama-8B, 512 tokens in, 64 out", "llama-8b", new=NEW),
     text_script("qwen3-0.6b", "Qwen3-0.6B, 512 tokens in, 64 out", "qwen3-0.6b", {"head_dim": 8}, NEW),
-    text_script(
-        "qwen3.5",
-        "Qwen3.5-9B, a hybrid of linear and full attention, 16 of 32 layers: 512 tokens in, 32 out",
-        "qwen3.5-9b",
-        HYBRID,
-        num_hidden_layers=16,
-    ),
+    text_script("qwen3.5", "Qwen3.5-9B, a hybrid of linear and full attention, 16 of 32 layers: 512 tokens in, 32 out",
+                "qwen3.5-9b", HYBRID, num_hidden_layers=16),
     text_script("mamba2", "Mamba2-2.7B, 512 tokens in, 32 out", "mamba2-2.7b", TINY_MAMBA),
-    text_script(
-        "deepseek-v2-lite",
-        "DeepSeek-V2-Lite, latent attention and experts, 14 of 27 layers: 512 in, 32 out",
-        "deepseek-v2-lite",
-        TINY_LATENT,
-        num_hidden_layers=14,
-    ),
-    text_script(
-        "qwen3-moe",
-        "Qwen3-30B-A3B, 16 of 48 layers: 512 tokens in, 32 out",
-        "qwen3-30b-a3b",
-        EXPERTS,
-        num_hidden_layers=16,
-    ),
-    text_script(
-        "gpt-oss",
-        "GPT-OSS-20B, 12 of 24 layers: 512 tokens in, 32 out",
-        "gpt-oss-20b",
-        OSS,
-        num_hidden_layers=12,
-        layer_types=6 * SLIDING,
-    ),
-)
+    text_script("deepseek-v2-lite", "DeepSeek-V2-Lite, latent attention and experts, 14 of 27 layers: 512 in, 32 out",
+                "deepseek-v2-lite", TINY_LATENT, num_hidden_layers=14),
+    text_script("qwen3-moe", "Qwen3-30B-A3B, 16 of 48 layers: 512 tokens in, 32 out", "qwen3-30b-a3b", EXPERTS,
+                num_hidden_layers=16),
+    text_script("gpt-oss", "GPT-OSS-20B, 12 of 24 layers: 512 tokens in, 32 out", "gpt-oss-20b", OSS,
+                num_hidden_layers=12, layer_types=6 * SLIDING),
+)  # fmt: skip
 
 
 @script("nemotron-h", "Nemotron-H-9B, Mamba, MLP and 2 of attention, 28 of 56 layers: 512 tokens in, 32 out")

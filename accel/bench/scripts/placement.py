@@ -37,6 +37,10 @@ def _grouped(**given: Any) -> Callable[[Any, Size], None]:
     return change
 
 
+def _calling(method: str) -> Callable[[Any, Size], object]:
+    return lambda pipe, size: getattr(pipe, method)()
+
+
 def _in_fp8(pipe: Any, size: Size) -> None:
     pipe.unet.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=size.fp16)
 
@@ -49,23 +53,10 @@ LEAF, STREAMED_LEAF = _grouped(offload_type="leaf_level"), _grouped(offload_type
 BLOCK, STREAMED_BLOCK = (
     _grouped(offload_type="block_level", num_blocks_per_group=1, **more) for more in ({}, {"use_stream": True})
 )
+WHOLE, MODULES = _calling("enable_model_cpu_offload"), _calling("enable_sequential_cpu_offload")
 PLACED = (
-    placed(
-        "sdxl-model-offload",
-        "SDXL, 10 steps, enable_model_cpu_offload",
-        sdxl,
-        lambda pipe, size: pipe.enable_model_cpu_offload(),
-        10,
-        cards=1,
-    ),
-    placed(
-        "sdxl-sequential-offload",
-        "SDXL, 2 steps, enable_sequential_cpu_offload",
-        sdxl,
-        lambda pipe, size: pipe.enable_sequential_cpu_offload(),
-        2,
-        cards=1,
-    ),
+    placed("sdxl-model-offload", "SDXL, 10 steps, enable_model_cpu_offload", sdxl, WHOLE, 10, cards=1),
+    placed("sdxl-sequential-offload", "SDXL, 2 steps, enable_sequential_cpu_offload", sdxl, MODULES, 2, cards=1),
     placed("sdxl-leaf-offload", "SDXL, 4 steps, group offload by leaf with a stream", sdxl, STREAMED_LEAF, cards=1),
     placed("sdxl-leaf-offload-sync", "SDXL, 2 steps, group offload by leaf without a stream", sdxl, LEAF, 2),
     placed("flux-block-offload", "Flux, 4 steps, group offload by block with a stream", flux, STREAMED_BLOCK, cards=1),
