@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 
+from accel.bench.adapters import linears_of_blocks
+from accel.bench.formats import FORMATS
 from accel.bench.scripts.images import drawn, pixels
 from accel.bench.scripts.pipelines import add_lora, flux, flux_prompt, flux_transformer, sdxl
 from accel.bench.scripts.script import Built, Script, Size, script
@@ -69,25 +71,9 @@ PLACED = (
 
 @script("flux-gguf", "Flux with 7 of 19 and 13 of 38 blocks, 4 steps, linears as GGUF Q8_0", packages=("gguf",))
 def gguf(size: Size) -> Built:
-    from diffusers.quantizers.gguf.utils import GGUFParameter, _replace_with_gguf_linear
-    from gguf import GGMLQuantizationType, quantize
-
     depth = size(dict(num_layers=7, num_single_layers=13), dict(num_layers=1, num_single_layers=1))
     model = flux_transformer(size, **depth)
-    kept = {name: weight.data for name, weight in model.named_parameters()}
-    packed = {}
-    for name, weight in kept.items():  # as the files of a model are: matrices inside blocks
-        if "blocks." in name and weight.ndim == 2:
-            data = quantize(weight.float().cpu().numpy(), GGMLQuantizationType.Q8_0)
-            packed[name] = GGUFParameter(torch.from_numpy(data), quant_type=GGMLQuantizationType.Q8_0)
-    _replace_with_gguf_linear(model, size.bf16, packed)
-    for name, weight in packed.items():
-        owner, _, own = name.rpartition(".")
-        moved = GGUFParameter(weight.to(size.device), quant_type=weight.quant_type)
-        model.get_submodule(owner)._parameters[own] = moved
-    for name, weight in kept.items():
-        owner, _, own = name.rpartition(".")
-        if name not in packed:
-            model.get_submodule(owner)._parameters[own] = torch.nn.Parameter(weight, requires_grad=False)
-    pipe = flux(size, model.eval())
+    with torch.no_grad():
+        FORMATS["Q8_0"][1](model, linears_of_blocks(model))
+    pipe = flux(size, model.requires_grad_(False))
     return pipe, lambda: painted(pipe, size)
