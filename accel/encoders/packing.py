@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from accel_kernels.attention.packed.packed_rows import ALL, NONE, PackedRows, packed_rows
 from accel_kernels.sizes import power_of_two
+from accel_kernels.warmup import warming_up
 
 from accel.errors import Unfit
 
@@ -123,6 +124,8 @@ class PaddedRows(NamedTuple):
         torch's treats in a way of its own. It does so too where layers attend by distances and padding is neither on
         the right of all nor on the left. And where rows of padding differ to which all are alike.
         """
+        if warming_up():  # nothing was computed
+            return self.largest._replace(longest=_longest(x.shape[1], self.graph))
         if self.there is not None:
             self.there.synchronize()
         total, most, least, shorter, ordered, mirrored, computed = self.facts.tolist()
@@ -147,7 +150,7 @@ class PaddedRows(NamedTuple):
     def differ(self) -> bool:
         """Whether rows of padding were told apart, and differ. Of one whose packing is known."""
         *_, shorter, _, _, computed = self.facts.tolist()
-        return self.asked and bool(shorter) and computed == ALL
+        return self.asked and bool(shorter) and computed == ALL and not warming_up()
 
 
 def padded(

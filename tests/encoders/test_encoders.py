@@ -337,16 +337,3 @@ def test_the_encoder_of_a_sequence_to_sequence_model():
     call = ids_and_mask() | {"decoder_input_ids": torch.arange(4, 8).expand(BATCH, -1)}
     assert_same(model, stock, **call)
     assert not fallbacks(model) and encoder_of(model).module is model.encoder
-
-
-def test_rows_of_padding_are_zeros_where_the_user_asks_for_that():
-    model, stock = made("Bert")
-    accel.optimize(model, padding="zeros")
-    call = ids_and_mask()
-    real = call["attention_mask"].bool()
-    with torch.no_grad():
-        got, wanted = (one(**call).last_hidden_state for one in (model, stock))
-    torch.testing.assert_close(got[real], wanted[real], rtol=2e-5, atol=2e-5 * float(wanted.abs().max()))
-    assert not got[~real].any() and not fallbacks(model)
-    with pytest.raises(ValueError, match="padding='none' is not one of 'stock', 'zeros'"):
-        accel.optimize(model, padding="none")

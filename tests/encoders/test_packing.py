@@ -5,9 +5,12 @@ import torch
 import torch.nn.functional as F
 from accel_kernels import packed_attention
 
+import accel
+import accel.encoders.packing
 from accel.cuda_graphs.small_calls import MOST_TOKENS, SmallCalls
 from accel.encoders.packing import Sight, bucket, padded, unpadded
 from accel.errors import Unfit
+from support.objects.encoders import fallbacks, ids_and_mask, made
 
 X = torch.randn(3, 37, 16, generator=torch.Generator().manual_seed(0))
 LENGTHS = torch.tensor([37, 1, 20])
@@ -53,6 +56,14 @@ def test_rows_of_padding_from_which_a_mask_hides_all():
         padded(X, MASK, False, Sight(True, False, False, True, alike=True)).packing(X)
 
 
+def test_nothing_is_known_of_rows_while_kernels_are_compiled(monkeypatch):
+    rows = padded(X, MASK, False, Sight(False, False, False, True), graph=True)
+    rows.facts.fill_(-(2**40))  # as memory is found
+    monkeypatch.setattr(accel.encoders.packing, "warming_up", lambda: True)
+    found = rows.packing(X)
+    assert (found.size, found.longest) == (bucket(X.shape[:2].numel()), 64) and not rows.differ
+
+
 def test_texts_without_padding_in_the_size_of_a_graph():
     packing = unpadded(X, graph=True)
     assert packing.size == bucket(111) == 112 and packing.starts.tolist() == [0, 37, 74, 111, 111]
@@ -83,3 +94,16 @@ def test_calls_that_are_one_graph(case):
     with small.taken():
         assert small.unpadded
     assert not small.unpadded
+
+
+def test_rows_of_padding_are_zeros_where_the_user_asks_for_that():
+    model, stock = made("Bert")
+    accel.optimize(model, padding="zeros")
+    call = ids_and_mask()
+    real = call["attention_mask"].bool()
+    with torch.no_grad():
+        got, wanted = (one(**call).last_hidden_state for one in (model, stock))
+    torch.testing.assert_close(got[real], wanted[real], rtol=2e-5, atol=2e-5 * float(wanted.abs().max()))
+    assert not got[~real].any() and not fallbacks(model)
+    with pytest.raises(ValueError, match="padding='none' is not one of 'stock', 'zeros'"):
+        accel.optimize(model, padding="none")
