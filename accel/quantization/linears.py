@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from torch import nn
 
 from accel.libraries.adapters import BASE
+from accel.quantization.formats.repacked import Repacked, read_words
 from accel.quantization.formats.stored import StoredWeight
 from accel.quantization.formats.stored_weight import read_stored
 from accel.quantization.module import QuantizedLinear
@@ -41,9 +42,9 @@ def already(module: nn.Module) -> str | None:
     """That its weight is in fewer bits, ours or another library's, as a reason not to quantize it."""
     if type(module) is QuantizedLinear:
         return f"is {module.scheme} already"
-    found = read_stored(module)
-    if isinstance(found, StoredWeight):
-        return f"is {found.weight.format.name} already"
+    found = read_stored(module) or read_words(module)
+    if isinstance(found, StoredWeight | Repacked):
+        return f"is {found.weight.format.name if isinstance(found, StoredWeight) else found.kind} already"
     return found and f"is in the format of another library: {found}"
 
 

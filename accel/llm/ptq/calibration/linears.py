@@ -57,8 +57,8 @@ def _chosen(modules: Iterable[tuple[str, nn.Module]], scheme: Scheme) -> tuple[d
     for where, module in modules:
         if not isinstance(module, nn.Linear | Conv1D):
             stacks = not isinstance(module, _ConvNd) and any(p.dim() > 2 for p in module.parameters(recurse=False))
-            if stacks:  # of modules of other kinds nothing need be said
-                skipped[where] = STACK
+            if (reason := already(module) or (STACK if stacks else None)) is not None:  # of others nothing need be said
+                skipped[where] = reason
         elif (reason := _refuses(module, scheme)) is None:
             chosen[where] = module
         else:

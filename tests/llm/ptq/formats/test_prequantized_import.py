@@ -217,6 +217,11 @@ def test_what_arrived_is_saved_as_compressed_tensors_beside_what_did_not(kind, f
     assert (found - wanted).abs().max() < 1e-5
 
 
+def test_it_is_not_quantized_again():
+    with pytest.raises(ValueError, match=r"model\.layers\.0\.self_attn\.q_proj: is GPTQ already"):
+        accel.quantize(prequantized("gptq")[0], "int8")
+
+
 def test_it_is_recognized_by_what_it_holds():
     class Elsewhere(nn.Linear):
         """Of no package we know."""
