@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from itertools import product
 from typing import Any, NamedTuple, cast
@@ -46,7 +46,8 @@ class Inputs(NamedTuple):
     in_one_row: bool = False
 
 
-BESIDE_TEXT = frozenset(("inputs_embeds", "token_type_ids", "position_ids", "use_cache", "bbox"))
+TYPES = "token_type_ids"
+BESIDE_TEXT = frozenset(("inputs_embeds", TYPES, "position_ids", "use_cache", "bbox"))
 TEXT = Inputs("input_ids", "attention_mask", BESIDE_TEXT)
 IMAGES = Inputs("pixel_values", "pixel_attention_mask", frozenset(("bool_masked_pos", INTERPOLATED, SHAPES)))
 
@@ -259,15 +260,17 @@ def wide_call(model: Any, inputs: Inputs, example: dict[str, Any]) -> list[dict[
     return [call]
 
 
-def unread(model: Any, example: dict[str, Any]) -> frozenset[str]:
-    """Names of what processors give beside images, and the model takes and does nothing with."""
-    images = next(iter(example.values()))
+def unread(model: Any, example: dict[str, Any], inputs: Inputs, names: Collection[str]) -> frozenset[str]:
+    """Names of what processors and tokenizers give beside images and texts, and the model does nothing with."""
+    images = example[inputs.main]
     mask = _half(images.new_zeros(images.shape[0], *(images.shape[2:] or images.shape[1:]), dtype=torch.int64))
-    beside = [("pixel_mask", mask), ("token_type_ids", torch.ones_like(mask[..., :1].flatten(1))), ("use_cache", True)]
-    if next(iter(example)) in SOUNDS:  # whose frames may be either
+    beside = [("pixel_mask", mask), (TYPES, torch.ones_like(mask[..., :1].flatten(1))), ("use_cache", True)]
+    if inputs == TEXT:
+        beside = [(TYPES, torch.ones_like(images))] if TYPES not in names else []
+    elif inputs.main in SOUNDS:  # whose frames may be either
         beside += [("is_longer", mask.new_ones(len(images), 1, dtype=torch.bool))]
         beside += [(TEXT.mask, _half(mask.new_zeros(len(images), size))) for size in images.shape[1:]]
-    plain, same = tensors_of(type(model).forward(model, **example)), dict[str, bool]()
+    plain, same = tensors_of(type(model).forward(model, **example)) if beside else {}, dict[str, bool]()
     for name, one in beside:
         try:
             with WithinTables():

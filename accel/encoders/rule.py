@@ -228,7 +228,7 @@ def _try(forward: EncoderForward, example: dict[str, Any]) -> None:
             everywhere = all(layer.attention.reach is None and not layer.inner for layer in forward.layers)
             forward.alike = own and everywhere and mask in forward.names and hides_all_from_some(model, calls[1])
             forward.caches = cache_of(wanted[0]) is not None
-            forward.unread = unread(model, example) if inputs != TEXT else frozenset()
+            forward.unread = unread(model, example, inputs, forward.names)
         pairs = list(zip(calls, wanted, strict=True))
         # There rows of padding hang on the attention that the model was made with.
         turned = [pairs.pop(2)] if mask in forward.names and forward.sight.distances else []
