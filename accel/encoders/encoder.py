@@ -114,7 +114,7 @@ class EncoderForward(FastForward):
         named = self.named(args, kwargs)
         given = {name: one for name, one in named.items() if not is_absent(one)}
         mask = given.pop(self.inputs.mask, None)
-        for name in OUTPUTS if mask is not None or self.biased else OUTPUTS[:-1]:
+        for name in OUTPUTS[:-1]:
             if self.asked(name, named):
                 return f"{name}: its layers run stock where each is looked at"
         known = {self.inputs.main, *self.inputs.others, *self.unread, *OUTPUTS, "return_dict"}
@@ -179,14 +179,16 @@ class EncoderForward(FastForward):
         mask = named.get(self.inputs.mask)
         # All layers run at once where something may be padding, and for a graph of all, unless each is looked at.
         together = self.inputs == TEXT or (self.inputs.in_one_row and not self.shows)
-        whole = together and not self.asked(HIDDEN_STATES, named)
-        deferred = mask is not None or self.biased or whole
+        shows = self.asked(HIDDEN_STATES, named)
+        deferred = mask is not None or self.biased or (together and not shows)
         run = partial(self.run, mask) if deferred else None
-        stops = range(len(self.order)) if self.streams else self.stops
+        stops = range(len(self.order)) if self.streams or shows else self.stops
         step = EncoderStep([self.layers[at] for at in self.order], run, self.biases, stops)
-        step.ids = named.get(self.inputs.main)
+        step.ids, step.shows = named.get(self.inputs.main), shows
         if mask is not None and not self.small and self.inputs.main not in SOUNDS:
-            step.padded = self.padded(mask, step.ids, None)  # so the GPU looks at it while the model's own code begins
+            step.padded = self.padded(
+                mask, step.ids, None, shows
+            )  # so the GPU looks at it while the model's own code begins
         if not self.shows:
             named.pop(self.inputs.mask, None)
         told = {} if self.sizes is None else self.sizes(named[GRIDS])
@@ -202,7 +204,7 @@ class EncoderForward(FastForward):
         hidden, mask = step.rows, step.shown if mask is not None and self.inputs.main in SOUNDS else mask
         if hidden.shape[1] > self.longest:
             raise Unfit(f"a text of more than {self.longest} tokens, and a position bias")
-        graph, runner = self.in_graph(hidden), self.runner
+        graph, runner = not step.shows and self.in_graph(hidden), self.runner
         looked = None if runner is None or not graph else runner.look()
         x = self._packed(step, hidden, mask, graph)[None]
         packing = step.packing
@@ -247,7 +249,7 @@ class EncoderForward(FastForward):
         if mask is None or self.small:
             step.packing = unpadded(x, graph)
             return step.packing.pack(x)
-        rows = step.padded or self.padded(mask, step.ids, x)
+        rows = step.padded or self.padded(mask, step.ids, x, step.shows)
         if rows is None or mask.flatten(1).shape != x.shape[:2] or mask.device != x.device:
             raise Unfit("a mask of another shape, or on another device")
         step.packing = rows.largest
@@ -263,10 +265,15 @@ class EncoderForward(FastForward):
             self.differ = ALIKE_AGAIN
         return y[: packing.size]
 
-    def padded(self, mask: torch.Tensor, ids: torch.Tensor | None, x: torch.Tensor | None) -> PaddedRows | None:
-        """Of these tokens. x: what layers are given, None before that is known; then it gives None where it matters."""
+    def padded(
+        self, mask: torch.Tensor, ids: torch.Tensor | None, x: torch.Tensor | None, shows: bool = False
+    ) -> PaddedRows | None:
+        """Of these tokens. x: what layers are given, None before that is known; then it gives None where it matters.
+        shows: the caller is shown all rows.
+        """
         mask = mask.flatten(1)
-        hidden, shown, plain = self.unseen or (not self.sees and self._inside_root()), mask.bool(), None
+        hidden = self.unseen or (not (self.sees or shows) and self._inside_root())
+        shown, plain = mask.bool(), None
         if hidden and not self.unseen and self.pad is not None:
             hidden = ids is not None and ids.shape == mask.shape and pad_token(self.root) == self.pad
             words = ids != self.pad

@@ -30,12 +30,13 @@ class EncoderStep(Step):
     runs when it is called, and what it gives may be looked at. begun: layers that have been computed. shape: (B, L) of
     the call; ids: of its words, where it is given these; padded: what the GPU was asked of its mask; packing: of its
     tokens. blind: see `shown`. biases: see `EncoderForward`; tables: what `bias` has made of them; packings: what
-    `packed` has. windows: of the layer that runs; seen: those of layers before, by what their code was told.
+    `packed` has. shows: each layer's hidden states to the caller. windows: of the layer that runs; seen: those of layers
+    before, by what their code was told.
     """
 
     __slots__ = (
         "begun", "biases", "blind", "calls", "hidden", "ids", "layers", "packing", "packings", "padded", "run", "seen",
-        "shape", "stops", "tables", "windows",
+        "shape", "shows", "stops", "tables", "windows",
     )  # fmt: skip
     packing: Packing
     windows: Windows
@@ -49,7 +50,7 @@ class EncoderStep(Step):
     ):
         super().__init__({})
         self.layers, self.run, self.biases, self.stops, self.begun = layers, run, biases, stops, 0
-        self.blind = False
+        self.blind = self.shows = False
         self.tables: dict[str, torch.Tensor] = {}
         self.packings: dict[int, tuple[Any, Packing]] = {}
         self.seen: dict[tuple, Windows] = {}
@@ -138,6 +139,7 @@ class EncoderStep(Step):
 
     def take(self, layer: "EncoderLayerForward", x: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
         """What a layer gives to the code around it. Raises Unfit where that is not the code that was seen."""
+        kwargs.pop(HIDDEN_STATES, None)  # they are what layers give
         if self.run is None:
             return self._at_once(layer, x, kwargs)
         if self.done or layer is not self.layers[len(self.calls)] or (self.calls and x is not self.hidden):
@@ -153,7 +155,6 @@ class EncoderStep(Step):
         return self.hidden
 
     def _at_once(self, layer: "EncoderLayerForward", x: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
-        kwargs.pop(HIDDEN_STATES, None)  # they are what layers give
         if (name := layer.unknown(kwargs)) is not None or x.dim() not in (2, 3):
             raise Unfit(f"its layers are told {name}" if name else "its layers are given no tokens")
         new = self.hidden is None or x.shape != self.hidden.shape

@@ -20,11 +20,13 @@ from support.objects.encoders import (
     ROTARY,
     SIZES,
     assert_same,
+    assert_same_tensors,
     encoder_of,
     fallbacks,
     ids_and_mask,
     made,
     optimized,
+    padded_ids,
 )
 from support.state import assert_same_state, snapshot
 
@@ -96,25 +98,39 @@ def test_heads_that_show_rows_of_padding(head):
     assert not fallbacks(model) and not encoder_of(model).blind
 
 
+@pytest.mark.parametrize(("family", "head"), [("Bert", "ForSequenceClassification"), ("T5Encoder", "Model")])
+def test_hidden_states_of_padded_texts(family, head):
+    """Rows of padding too, of a head that does not see them."""
+    model, stock = optimized(family, head)
+    for side in ("right", "left"):
+        assert_same_tensors(model, stock, padded_ids(side) | {"output_hidden_states": True})
+    assert not fallbacks(model)
+
+
 def test_other_inputs():
     model, stock = optimized("Bert")
     call = ids_and_mask()
     places = torch.arange(LENGTH).flip(0).expand(BATCH, -1)
     assert_same(model, stock, **call, token_type_ids=(call["input_ids"] > 20).long(), position_ids=places)
     assert_same(model, stock, **call, return_dict=False)
-    shown = {"input_ids": call["input_ids"], "output_hidden_states": True, "return_dict": False}
-    with torch.no_grad():
-        for got, wanted in zip(model(**shown)[2], stock(**shown)[2], strict=True):  # without a mask
-            torch.testing.assert_close(got, wanted, rtol=2e-5, atol=2e-4)
+    for mask in (None, call["attention_mask"]):
+        shown = {"input_ids": call["input_ids"], "attention_mask": mask, "output_hidden_states": True}
+        assert_same_tensors(model, stock, shown)
     embeddings = stock.embeddings.word_embeddings(call["input_ids"]).detach()
     assert_same(model, stock, inputs_embeds=embeddings, attention_mask=call["attention_mask"].bool())
+    assert not fallbacks(model)
+
+
+@pytest.mark.parametrize("family", ["ModernBert", "Qwen3"])
+def test_kinds_of_words_that_a_tokenizer_tells_and_nothing_reads(family):
+    model, stock = optimized(family)
+    assert_same(model, stock, **ids_and_mask(), token_type_ids=torch.ones(BATCH, LENGTH, dtype=torch.int64))
     assert not fallbacks(model)
 
 
 @pytest.mark.parametrize(
     ("more", "reason"),
     [
-        ({"output_hidden_states": True}, "output_hidden_states: its layers run stock where each is looked at"),
         ({"output_attentions": True}, "output_attentions: its layers run stock where each is looked at"),
         ({"attention_mask": torch.ones(BATCH, 1, LENGTH, LENGTH).tril().bool()}, "a mask that is not one of tokens"),
         ({"encoder_hidden_states": torch.ones(BATCH, 2, 32)}, "encoder_hidden_states is given"),

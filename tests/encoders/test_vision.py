@@ -146,7 +146,7 @@ MODELS = {
     "siglip2": (towers("Siglip2", NAFLEX), [pairs(patches()), pairs(patches(1))], "vision_model"),
     "siglip2-head": (
         lambda: t.Siglip2ForImageClassification(t.Siglip2Config(text_config=TEXT, vision_config=NAFLEX)),
-        [patches()],
+        [patches(), patches() | {"output_hidden_states": True}],
         "vision_model",
     ),
     "qwen2-vl": (of("qwen2_vl", "Qwen2VisionTransformerPretrainedModel", t.Qwen2VLVisionConfig, QWEN2), SEVERAL, ""),
@@ -227,7 +227,6 @@ def test_what_sizes_say_is_made_once(name):
         ("vit-sizes", images() | {"output_attentions": True}, "output_attentions: its layers run stock where each"),
         ("vit-sizes", images() | {"attention_mask": torch.ones(3, 17).tril().long()}, "attention_mask is given"),
         ("qwen2.5-vl", SEVERAL[0] | {"output_attentions": True}, "output_attentions: its layers run stock where each"),
-        ("siglip2-head", patches() | {"output_hidden_states": True}, "output_hidden_states: its layers run stock"),
     ],
 )
 def test_calls_that_run_stock(name, call, reason):
