@@ -155,10 +155,14 @@ class FixedLayer(DynamicLayer):
         super().__init__()
         self.keys, self.values = kept
         self.place, self.is_initialized = place, True
+        self.written: Any = None  # the length at which it was
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple:
         if self.place is None:
             raise ValueError("a step writes to the keys and values of what the encoder gave")
+        if self.written is self.place.length:  # by a copy of its layer
+            raise ValueError("two layers write to one place of the cache")
+        self.written = self.place.length
         self.keys.index_copy_(2, self.place.length.at, key_states)
         self.values.index_copy_(2, self.place.length.at, value_states)
         return self.keys, self.values
