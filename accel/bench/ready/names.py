@@ -57,8 +57,8 @@ class NamedModel:
             return torch.float32
         return CASES[self.name].dtype if self.is_case else torch.bfloat16
 
-    def build(self, device: torch.device, dtype: torch.dtype, tokens: int = TOKENS) -> tuple[Any, Callable[[], Any]]:
-        """The object and a call of it. tokens: of a language model's prompt."""
+    def build(self, device: torch.device, dtype: torch.dtype) -> tuple[Any, Callable[[], Any]]:
+        """The object and a call of it."""
         if self.way == SCRIPT:
             return SCRIPTS[self.name].build(Size(device, tiny=device.type != "cuda"))
         if self.is_case:
@@ -69,7 +69,7 @@ class NamedModel:
 
         model = build(self.name, device, dtype)
         if self.way != BATCH:
-            return model, partial(model.generate, **prompt(model, 1, tokens), max_new_tokens=NEW, do_sample=False)
+            return model, partial(model.generate, **prompt(model, 1, TOKENS), max_new_tokens=NEW, do_sample=False)
         return model, partial(answers, model, requests(model, REQUESTS, 32, 160), ANSWER)
 
 

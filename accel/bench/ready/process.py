@@ -1,6 +1,6 @@
 """One state of one model, measured in a process of its own.
 
-Run as `python -m accel.bench.ready.process NAME STATE DEVICE DTYPE [--tokens N] [--profile]`. It prints a line of JSON.
+Run as `python -m accel.bench.ready.process NAME STATE DEVICE DTYPE [--profile]`. It prints a line of JSON.
 """
 
 import argparse
@@ -19,24 +19,21 @@ from typing import Any
 import torch
 
 import accel
-from accel.bench.ready.names import ANSWER, BATCH, REQUESTS, TOKENS, NamedModel, rules_of
+from accel.bench.ready.names import ANSWER, BATCH, REQUESTS, NamedModel, rules_of
 from accel.bench.ready.parts import PartTimes
 from accel.bench.timing import seconds
 
 LATER = 3
 
 
-def measure(
-    name: str, state: str, device: torch.device, dtype: torch.dtype, tokens: int = TOKENS, profile: bool = False
-) -> dict[str, Any]:
+def measure(name: str, state: str, device: torch.device, dtype: torch.dtype, profile: bool = False) -> dict[str, Any]:
     """A row: what `accel.optimize` and the first call took, by part, and what later calls take.
 
-    name: as the command takes it, or a folder with a language model. state: "stock", or anything else for accel.
-    tokens: of a language model's prompt.
+    name: as the command takes it. state: "stock", or anything else for accel.
     """
     asked = NamedModel(*name.partition("+")[::2])
     begun = time.perf_counter()
-    model, call = asked.build(device, dtype, tokens)
+    model, call = asked.build(device, dtype)
     row: dict[str, Any] = {"name": name, "state": state, "built_s": round(time.perf_counter() - begun, 1)}
     parts, first, fast = PartTimes(), 0.0, state != "stock"
     with torch.no_grad(), _profiled(profile, row):
@@ -82,11 +79,10 @@ def main(words: list[str]) -> None:
     parser = argparse.ArgumentParser()
     for name in ("name", "state", "device", "dtype"):
         parser.add_argument(name)
-    parser.add_argument("--tokens", type=int, default=TOKENS)
     parser.add_argument("--profile", action="store_true")
     given = parser.parse_args(words)
     where = torch.device(given.device), getattr(torch, given.dtype)
-    print(json.dumps(measure(given.name, given.state, *where, given.tokens, given.profile)))
+    print(json.dumps(measure(given.name, given.state, *where, given.profile)))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """A model in each of three states, in fresh processes: with empty caches, with those that it left, and stock."""
 
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +19,18 @@ def measure_states(
     dtype: torch.dtype,
     states: Iterable[str] = STATES,
     more: tuple[str, ...] = (),
-    left: Callable[[], float | None] = lambda: None,
+    limit: float | None = None,
 ) -> dict[str, dict[str, Any]]:
     """A row of figures for each state, see `process.measure`; over_stock_s: ready_s beyond stock's own first call.
 
-    more: further arguments of the process. left: seconds that the next process may take. Raises RuntimeError where one
-    fails or takes longer.
+    more: further arguments of the process. limit: seconds that one may take. Raises RuntimeError where one fails or takes
+    longer.
     """
     rows: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory(prefix="accel-ready-") as folder:
         for state in states:
             given = [name, state, str(device), str(dtype).removeprefix("torch."), *more]
-            rows[state] = spawn(PROCESS, given, Path(folder), left())
+            rows[state] = spawn(PROCESS, given, Path(folder), limit)
     if "stock" in rows:
         for state in rows.keys() - {"stock"}:
             rows[state]["over_stock_s"] = round(rows[state]["ready_s"] - rows["stock"]["first_call_s"], 3)

@@ -52,7 +52,7 @@ def bench_ready(
 
     def measure(name: str, place: "torch.device") -> dict:
         try:
-            return {"ready": measure_states(name, place, chosen[name].dtype(place), wanted, more, lambda: limit)}
+            return {"ready": measure_states(name, place, chosen[name].dtype(place), wanted, more, limit)}
         except RuntimeError as error:
             return {"failed": str(error)[-1500:]}
 

@@ -135,7 +135,7 @@ def test_the_functions_whose_seconds_are_told_exist():
 
 
 def test_ready_in_this_process_and_in_a_fresh_one():
-    here = process.measure("tiny", "warm", CPU, torch.float32, tokens=16)
+    here = process.measure("tiny", "warm", CPU, torch.float32)
     assert here["optimize_s"] > 0 and here["parts_of_optimize"]["analysis_s"] > 0 and here["fallbacks"] == 0
     if EVERYTHING:
         rows = states.measure_states("tiny", CPU, torch.float32, ("warm", "stock"))
