@@ -4,8 +4,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,21 +24,6 @@ def fresh_inductor_cache() -> Iterator[None]:
         finally:
             for name, value in before.items():
                 os.environ.pop(name) if value is None else os.environ.update({name: value})
-
-
-class Compiler(NamedTuple):
-    """kind: whether it gets the "whole" of something, or the "blocks" that repeat, which are quick to compile again.
-
-    step(obj, inputs): makes a step of an object, which is changed: hand in one of its own.
-    """
-
-    kind: str
-    step: Callable[[Any, list[dict]], Callable[[int], Any]]
-
-
-def compiler_of(case: Case) -> Compiler | None:
-    """Of a case that torch.compile can be asked for."""
-    return None if case.compiled is None else Compiler(case.compiled, partial(compiled_step, case))
 
 
 def compiled_step(case: Case, module: nn.Module, inputs: list[dict]) -> Callable[[int], torch.Tensor]:

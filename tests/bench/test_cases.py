@@ -154,12 +154,12 @@ def test_accel_that_fails_leaves_the_figures_of_stock(monkeypatch):
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_a_compiler_that_fails_leaves_the_others(late):
+def test_a_compiler_that_fails_leaves_the_others(late, monkeypatch):
     """While it gets ready, or while it is timed."""
 
-    case = tiny_case("pixart")
+    case = replace(tiny_case("pixart"), compiled="whole")
 
-    def compiled_step(module, inputs):
+    def compiled_step(case, module, inputs):
         ran = []
 
         def step(i):
@@ -170,13 +170,14 @@ def test_a_compiler_that_fails_leaves_the_others(late):
 
         return step
 
-    result = run(case, compiler=compiled.Compiler("whole", compiled_step))
+    monkeypatch.setattr(runner, "compiled_step", compiled_step)
+    result = run(case, compiled=case)
     assert result["failed"] == [{"variant": "compile", "reason": "RuntimeError: no compiler"}]
     assert {"stock", "accel"} <= result.keys() and "compile" not in result
 
 
 def test_a_limit_leaves_out_what_takes_long():
-    result = run(case := tiny_case("pixart"), compiler=compiled.compiler_of(case), limit_s=1e-9)
+    result = run(case := tiny_case("pixart"), compiled=case, limit_s=1e-9)
     assert [row["case"] for row in result["skipped"]] == ["torch.compile"]
     assert {"stock", "accel"} <= result.keys() and "compile" not in result
 

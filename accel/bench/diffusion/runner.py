@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 import accel
-from accel.bench.compiled import Compiler, fresh_inductor_cache
+from accel.bench.compiled import compiled_step, fresh_inductor_cache
+from accel.bench.diffusion.case import Case
 from accel.bench.diffusion.subject import Subject
 from accel.bench.machine import provenance
 from accel.bench.memory import peak_mb, release
@@ -41,7 +42,7 @@ def run(
     device: torch.device,
     dtype: torch.dtype,
     *,
-    compiler: Compiler | None = None,
+    compiled: Case | None = None,
     options: dict[str, Any] | None = None,
     budget_s: float = 2.0,
     limit_s: float = math.inf,
@@ -51,7 +52,7 @@ def run(
     """Runs what `make` gives; the result as one dict, ready for JSON. Raises WrongResult before any figure.
 
     What fails, accel or torch.compile, is told under `failed`, and the others are timed all the same.
-    compiler: makes compiled steps to time beside. options: of `accel.optimize`.
+    compiled: the case, where torch.compile is timed beside. options: of `accel.optimize`.
     limit_s: after so many seconds torch.compile is not begun, which `skipped` tells.
     keep: is given the result as it grows.
     """
@@ -61,9 +62,9 @@ def run(
     record = BenchRecord(about | options, {"ready": {}}, limit_s, keep)
     record.about |= provenance(device, dtype)
     try:
-        _side_by_side(record, make, device, compiler, options, budget_s, stage)
+        _side_by_side(record, make, device, compiled, options, budget_s, stage)
     finally:
-        if compiler is not None:
+        if compiled is not None:
             torch.compiler.reset()  # its graphs hold memory, and the next case of this class would count as a recompile
         release(device)
     return record.result
@@ -74,7 +75,7 @@ def _side_by_side(
     record: BenchRecord,
     make: Callable[[], Subject],
     device: torch.device,
-    compiler: Compiler | None,
+    compiled: Case | None,
     options: dict[str, Any],
     budget_s: float,
     stage: Callable[[str], None],
@@ -105,10 +106,10 @@ def _side_by_side(
     record.save()
 
     steps: dict[str, Callable[[int], Any]] = {"stock": partial(subject.call, stock_twin(subject.obj))}
-    if compiler is not None and record.in_time(case="torch.compile"):
+    if compiled is not None and record.in_time(case="torch.compile"):
         stage(STAGES[3])
         try:
-            steps["compile"] = _compiled(record, compiler, subject, stock, device)
+            steps["compile"] = _compiled(record, compiled, subject, stock, device)
         except Exception as error:  # whatever a compiler may raise is its own result
             record.fail(error, variant="compile")
             release(device)
@@ -174,19 +175,19 @@ def _equal(outputs: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
 
 
 def _compiled(
-    record: BenchRecord, compiler: Compiler, subject: Subject, stock: list[torch.Tensor], device: torch.device
+    record: BenchRecord, case: Case, subject: Subject, stock: list[torch.Tensor], device: torch.device
 ) -> Callable[[int], torch.Tensor]:
     """A compiled step; how long until it is ready, with caches empty and full, how far from stock, and its memory."""
     inputs, ready = subject.inputs, record.body["ready"]
-    step = compiler.step(stock_twin(subject.obj), inputs)
+    step = compiled_step(case, stock_twin(subject.obj), inputs)
     with fresh_inductor_cache():
         ready["compile_s"] = round(seconds(lambda: step(0), device), 1)
         memory = peak_mb(device, lambda: [step(i) for i in range(len(inputs))], lambda: step(0))
         own = [tensor for i in range(len(inputs)) for tensor in tensors(step(i))]
-        if compiler.kind == "blocks" and record.in_time(case="torch.compile with its cache"):
+        if case.compiled == "blocks" and record.in_time(case="torch.compile with its cache"):
             torch.compiler.reset()
             ready["compile_warm_s"] = round(seconds(lambda: step(0), device), 1)
-    record.body["compiled"] = compiler.kind
+    record.body["compiled"] = case.compiled
     record.body["peak_memory_mb"]["compile"] = memory
     record.body.setdefault("error", {})["compile_vs_stock"] = worst_rms(own, stock)
     return step

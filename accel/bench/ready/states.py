@@ -23,8 +23,8 @@ def measure_states(
 ) -> dict[str, dict[str, Any]]:
     """A row of figures for each state, see `process.measure`; over_stock_s: ready_s beyond stock's own first call.
 
-    more: further arguments of the process. limit: seconds that one may take. Raises RuntimeError where one fails or takes
-    longer.
+    more: further arguments of the process. limit: seconds that one may take. Raises RuntimeError where one fails or
+    takes longer.
     """
     rows: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory(prefix="accel-ready-") as folder:

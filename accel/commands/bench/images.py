@@ -48,7 +48,6 @@ def bench(
     qwen-image-masked, wan, wan-14b, ltx, pixart, hunyuan-video, vae-wan, vae-ltx, vae-hunyuan, tiny.
     """
     from accel.bench import machine, results
-    from accel.bench.compiled import compiler_of
     from accel.bench.diffusion import runner, subject
     from accel.errors import logged
 
@@ -70,7 +69,7 @@ def bench(
     ]
     compiles = place.type == "cuda" if compiled is None else compiled
     for case in chosen:
-        more = {"compiler": compiler_of(case) if compiles else None}
+        more = {"compiled": case if compiles and case.compiled is not None else None}
         usual, own = str(case.dtype).removeprefix("torch."), kinds[case.name]
         jobs.append((case.name, partial(subject.of_case, case, place, own), own, usual, more))
     quiet()
