@@ -15,6 +15,7 @@ from accel.bench.weights import SEED
 from accel.diffusion.inputs import denoiser_inputs, example_call
 from accel.patching.rule import set_data
 from accel.planning.targets import models_in
+from accel.verification.call import seeded
 from accel.verification.metrics import tensors
 
 STEPS = 20  # of a pipeline
@@ -96,23 +97,16 @@ def of_folder(
     kwargs |= asked
     if batch is not None:
         kwargs |= {"prompt": [kwargs["prompt"]] * batch} if "prompt" in kwargs else {"batch_size": batch}
-    return of_pipeline(f"{type(obj).__name__}, {kwargs['num_inference_steps']} steps, batch {batch or 1}", obj, kwargs)
-
-
-def of_pipeline(about: str, pipe: Any, kwargs: dict) -> Subject:
-    """The whole call of a pipeline with these arguments."""
-    call = _seeded(kwargs, "generator" in inspect.signature(type(pipe).__call__).parameters)
-    return Subject(about, pipe, call, pipe, [kwargs])
+    about = f"{type(obj).__name__}, {kwargs['num_inference_steps']} steps, batch {batch or 1}"
+    return Subject(about, obj, _seeded(kwargs, "generator" in known), obj, [kwargs])
 
 
 def _seeded(kwargs: dict, generator: bool = False) -> Callable[[Any, int], Any]:
     """A call that is the same every time."""
 
     def call(obj: Any, i: int) -> Any:
-        devices = [obj.device] if obj.device.type == "cuda" else []
         given = {"generator": torch.Generator("cpu").manual_seed(SEED)} if generator else {}
-        with torch.no_grad(), torch.random.fork_rng(devices=devices):
-            torch.manual_seed(SEED)
+        with seeded(SEED):
             return obj(**kwargs, **given)
 
     return call
