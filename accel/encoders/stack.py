@@ -30,8 +30,8 @@ class EncoderStep(Step):
     runs when it is called, and what it gives may be looked at. begun: layers that have been computed. shape: (B, L) of
     the call; ids: of its words, where it is given these; padded: what the GPU was asked of its mask; packing: of its
     tokens. blind: see `shown`. biases: see `EncoderForward`; tables: what `bias` has made of them; packings: what
-    `packed` has. shows: each layer's hidden states to the caller. windows: of the layer that runs; seen: those of layers
-    before, by what their code was told.
+    `packed` has. shows: each layer's hidden states to the caller. windows: of the layer that runs; seen: those of
+    layers before, by what their code was told.
     """
 
     __slots__ = (

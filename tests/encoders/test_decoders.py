@@ -6,11 +6,15 @@ import pytest
 import torch
 import transformers as t
 
+import accel
 from accel.encoders.stack import EncoderStep
 from accel.libraries.cache import cache_argument, cache_of
 from support.objects.encoders import (
     BATCH,
+    GROUPED,
     LENGTH,
+    ROTARY,
+    SIZES,
     assert_same,
     encoder_of,
     fallbacks,
@@ -87,3 +91,13 @@ def test_an_attention_that_sees_padding_before_a_text_runs_stock_there():
     assert not fallbacks(model)
     assert_same(model, stock, **ids_and_mask("left"))
     assert fallbacks(model) == ["padding on no one side, and attention by distances"]
+
+
+def test_queries_that_are_scaled_at_late_positions_alone():
+    scaled = ROTARY | {"rope_type": "yarn", "factor": 2.0, "llama_4_scaling_beta": 0.5}
+    scaled["original_max_position_embeddings"] = 20
+    config = t.Ministral3Config(**SIZES, **GROUPED, rope_parameters=scaled)
+    (row,) = [
+        row for row in accel.report(accel.optimize(t.Ministral3Model(config).eval())).sites if row[1] == "encoder"
+    ]
+    assert row[2] == "skipped" and "computes something else with attention_mask with position_ids" in row[3]

@@ -15,9 +15,7 @@ from support.objects.encoders import (
     BATCH,
     CONFIGS,
     DEBERTA,
-    GROUPED,
     LENGTH,
-    ROTARY,
     SIZES,
     assert_same,
     assert_same_tensors,
@@ -227,16 +225,6 @@ def test_what_is_no_such_encoder_says_why():
     model = t.BarkSemanticModel(t.BarkSemanticConfig(**sizes, num_layers=2)).eval()
     (told,) = (row[3] for row in accel.report(accel.optimize(model)).sites if row[1] == "encoder")
     assert "numbers from 0 to 511, of a table with 40" in told  # on a GPU such a read ends the process
-
-
-def test_queries_that_are_scaled_at_late_positions_alone():
-    scaled = ROTARY | {"rope_type": "yarn", "factor": 2.0, "llama_4_scaling_beta": 0.5}
-    scaled["original_max_position_embeddings"] = 20
-    config = t.Ministral3Config(**SIZES, **GROUPED, rope_parameters=scaled)
-    (row,) = [
-        row for row in accel.report(accel.optimize(t.Ministral3Model(config).eval())).sites if row[1] == "encoder"
-    ]
-    assert row[2] == "skipped" and "computes something else with attention_mask with position_ids" in row[3]
 
 
 CONTENT = {

@@ -15,7 +15,8 @@ from accel.quantization.rounding import round_to_nearest
 from accel.quantization.scheme import Scheme
 from support.llm.families import layers, make, padded
 from support.llm.outputs import generate, same
-from support.llm.quantized import held_by, logits
+from support.llm.prequantized.models import compressed as loaded
+from support.llm.quantized import held_by, logits, sites
 
 SCHEMES = [Scheme.parse(name) for name in NAMES] + [Scheme("int8", 32), Scheme("int4", None, False)]
 SHAPES = [(16, 128), (19, 384), (33, 256)]
@@ -251,3 +252,12 @@ def test_four_bits_of_gptqmodel(module, name, scrambled):
         same(logits(model), before, share=5e-3)  # of float16, whose last bits choose between near words
         accel.restore(model)
         assert torch.equal(logits(model)["logits"], before["logits"])
+
+
+def test_quantized_activations_are_said(folders):
+    model = loaded(folders("llama-biases", "fp8"))
+    for module in model.modules():
+        if hasattr(module, "quantization_scheme"):
+            module.quantization_scheme.input_activations = object()
+    accel.optimize(model)
+    assert all("activations keep their dtype" in reason for _, reason in sites(model).values())

@@ -343,12 +343,3 @@ def test_dequantized_by_a_call_before(folders):
         "it runs its own forward: its weight was dequantized by a call before accel.optimize"
     }
     assert torch.equal(logits(model)["logits"], before) or accel.verify(model).passed
-
-
-def test_quantized_activations_are_said(folders):
-    model = compressed(folders("llama-biases", "fp8"))
-    for module in model.modules():
-        if hasattr(module, "quantization_scheme"):
-            module.quantization_scheme.input_activations = object()
-    accel.optimize(model)
-    assert all("activations keep their dtype" in reason for _, reason in sites(model).values())
