@@ -112,7 +112,8 @@ def _adds(form: Form) -> bool:
         return torch.randn(*shape, generator=g, device="cpu", dtype=torch.float32)
 
     def linear(inputs: int, outputs: int) -> nn.Linear:
-        made = nn.Linear(inputs, outputs, bias=False, device="cpu", dtype=torch.float32).requires_grad_(False)
+        given = {"bias": False, "device": "cpu", "dtype": torch.float32}
+        made = nn.utils.skip_init(nn.Linear, inputs, outputs, **given).requires_grad_(False)  # draws no random numbers
         made.weight.copy_(rand(outputs, inputs))
         return made
 

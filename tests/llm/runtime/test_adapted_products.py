@@ -8,6 +8,7 @@ import torch
 
 import accel
 from accel.cuda_graphs.adapter_buffers import AdapterBuffers
+from accel.quantization.adapters import _adds
 from benchmarks.models.buffered_calls import buffered
 from support.llm.edits.places import lora, switch
 from support.llm.families import make, padded
@@ -41,9 +42,12 @@ def test_prompts_and_steps_take_adapters_with_their_products(family):
         for model in (ours, stock):
             change(model)
             model.requires_grad_(False).eval()
+        state = torch.get_rng_state()
         for mine, theirs in zip(buffered(buffers, lambda: talk(ours)), talk(stock), strict=True):
             torch.testing.assert_close(mine, theirs, rtol=0, atol=2e-5 * float(theirs.abs().max()))
+        assert torch.equal(torch.get_rng_state(), state)  # what a sampled call draws is the user's
 
+    _adds.cache_clear()
     agree(lora("style", r=4, target_modules=linears))
     accel.optimize(ours, cpu="fuse")
     agree(lambda model: None)
