@@ -85,6 +85,13 @@ def test_rows_that_may_see_nothing_are_those_of_the_attention_that_is_set(family
     assert [told.startswith("rows of padding may see nothing") for told in fallbacks(model)] == [True]
 
 
+@pytest.mark.parametrize("family", ["ModernBert", "Qwen3"])
+def test_kinds_of_words_that_a_tokenizer_tells_and_nothing_reads(family):
+    model, stock = optimized(family)
+    assert_same(model, stock, **ids_and_mask(), token_type_ids=torch.ones(BATCH, LENGTH, dtype=torch.int64))
+    assert not fallbacks(model)
+
+
 def test_an_attention_that_sees_padding_before_a_text_runs_stock_there():
     model, stock = optimized("Qwen3", _attn_implementation="eager")
     assert_same(model, stock, **ids_and_mask("right"))

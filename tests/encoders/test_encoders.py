@@ -119,13 +119,6 @@ def test_other_inputs():
     assert not fallbacks(model)
 
 
-@pytest.mark.parametrize("family", ["ModernBert", "Qwen3"])
-def test_kinds_of_words_that_a_tokenizer_tells_and_nothing_reads(family):
-    model, stock = optimized(family)
-    assert_same(model, stock, **ids_and_mask(), token_type_ids=torch.ones(BATCH, LENGTH, dtype=torch.int64))
-    assert not fallbacks(model)
-
-
 @pytest.mark.parametrize(
     ("more", "reason"),
     [
