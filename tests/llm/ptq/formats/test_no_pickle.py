@@ -89,7 +89,7 @@ def test_pickles_are_refused(pickled, no_pickle, tmp_path):
     folder, name = pickled
     with pytest.raises(ValueError, match=rf"{name} is a pickle, .*safetensors are wanted"):
         accel.load(folder)
-    for first, *rest in (("quantize", "--out", tmp_path / "out"), ("verify",), ("report",), ("profile",)):
+    for first, *rest in (("quantize", "--out", tmp_path / "out"), ("verify",), ("report",)):
         code, told = command(first, folder, *rest)
         assert code == 2 and f"{folder / name} is a pickle" in told and "safetensors are wanted" in told, first
     assert not (tmp_path / "out").exists()
