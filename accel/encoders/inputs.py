@@ -151,7 +151,7 @@ def _sounds(model: Any, inputs: Inputs) -> Iterator[dict[str, Any]]:
             sized = [(rows, first.in_channels, length), (rows, length, first.in_channels)]
             shapes += [(rows, length), sized[0]] if first.in_channels == 1 else sized
     elif first is not None:
-        shapes = [(ROWS, FRAMES * steps, first.in_features)]
+        shapes = [(ROWS, one, first.in_features) for one in {FRAMES, FRAMES * steps, (FRAMES + 2) * steps}]
     for shape in shapes:
         generator, more = torch.Generator().manual_seed(0), [dict[str, Any]()]
         if LENGTHS in names:
