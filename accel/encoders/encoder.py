@@ -27,7 +27,7 @@ from accel.errors import Unfit
 from accel.in_flight import CALL
 from accel.libraries.attention import ATTENTION
 from accel.libraries.cache import cache_field, cache_of
-from accel.libraries.hooks import hook_of
+from accel.libraries.hooks import why_elsewhere
 from accel.llm.parts.step import ForwardContext
 from accel.llm.recording.implementation import foreign_attention
 from accel.llm.recording.record import NotUnderstood, is_absent
@@ -301,11 +301,8 @@ class EncoderForward(FastForward):
         now = layers_in(self.module, self.stack) if self.stack else blocks_in(self.module)
         if [one for one in now.values() if one in known] != known:
             return "its layers are not those that were optimized"
-        moved = next((path for path, one in self.module.named_modules() if hook_of(one) is not None), None)
-        if moved is not None:
-            return f"an accelerate hook on {moved or 'the model'}"
-        if len({p.device for p in self.module.parameters()}) > 1 or any(p.is_meta for p in self.module.parameters()):
-            return "weights on several devices, or not loaded"
+        if (elsewhere := why_elsewhere(self.module)) is not None:
+            return elsewhere
         if self.told() != self.settings:
             return "its configuration has changed since it was optimized"
         self.streams, stack = False, not self.apart and streamed_model(self.root) is None

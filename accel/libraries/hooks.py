@@ -42,6 +42,20 @@ def is_hook(hook: object, name: str) -> bool:
     return kind is not None and type(hook) is kind
 
 
+def why_elsewhere(module: nn.Module) -> str | None:
+    """Why weights are not where code finds them that reads them in the module's forward. A hook that brings the module
+    as a whole has run by then.
+    """
+    hooks = ((path, hook_of(one)) for path, one in module.named_modules())
+    moved = (path for path, hook in hooks if hook is not None and (path or not is_hook(hook, OFFLOADING)))
+    if (path := next(moved, None)) is not None:
+        return f"an accelerate hook on {path or 'the model'}"
+    parameters = list(module.parameters())
+    if len({p.device for p in parameters}) > 1 or any(p.is_meta for p in parameters):
+        return "weights on several devices, or not loaded"
+    return None
+
+
 def execution_device(hook: Any) -> torch.device | None:
     """Where accelerate's hook brings what its module is called with; None where it names no device."""
     given = hook.execution_device

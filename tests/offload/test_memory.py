@@ -293,6 +293,7 @@ def test_models_of_a_pipeline_take_turns(sdxl_pipe, live, monkeypatch):
     for _ in range(2):
         assert live.rms(live.draw(sdxl_pipe), wanted) < 1e-4
         assert streamed(sdxl_pipe.unet) is not None and streamed(sdxl_pipe.unet).arena is None
+    assert not accel.report(sdxl_pipe).fallbacks
     accel.restore(sdxl_pipe)
     same(sdxl_pipe.unet, before)
     assert not any(hasattr(one, "_hf_hook") for one in sdxl_pipe.unet.modules())

@@ -18,7 +18,7 @@ from accel.cuda_graphs.runner import GraphRunner
 from accel.libraries.adapters import adds_biases
 from accel.libraries.attention import MASK
 from accel.libraries.cache import NAMES, DynamicCache, cache_argument, cache_field, new_cache, with_present_names
-from accel.libraries.hooks import hook_of
+from accel.libraries.hooks import why_elsewhere
 from accel.libraries.models import word_table
 from accel.llm.generation.calling_convention import (
     CallingConvention,
@@ -333,17 +333,7 @@ class DecoderForward(FastForward):
             return reason
         if [id(module) for module in self._stack()] != [id(layer.module) for layer in self.layers]:
             return "its layers are not those that were optimized"
-        return self._placed() or next(filter(None, (layer.bind(stack) for layer in self.layers)), None)
-
-    def _placed(self) -> str | None:
-        """Why its weights are not where they were understood."""
-        moved = next((path for path, module in self.module.named_modules() if hook_of(module) is not None), None)
-        if moved is not None:
-            return f"an accelerate hook on {moved or 'the model'}"
-        parameters = list(self.module.parameters())
-        if len({p.device for p in parameters}) > 1 or any(p.is_meta for p in parameters):
-            return "weights on several devices, or not loaded"
-        return None
+        return why_elsewhere(self.module) or next(filter(None, (layer.bind(stack) for layer in self.layers)), None)
 
     def _stack(self) -> Iterable[nn.Module]:
         """The model's layers now, in place of those that were understood."""
