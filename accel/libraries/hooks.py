@@ -163,19 +163,27 @@ def _not_in_ram(hook: Any) -> bool:
     return bool(files) or torch.device("meta") in getattr(hook, "original_devices", {}).values()
 
 
+def _group_hooks(model: nn.Module) -> list:
+    kind = getattr(sys.modules.get(GROUPS), "GroupOffloadingHook", None)
+    return [hook for module in model.modules() for hook in hooks_of(module) if kind and type(hook) is kind]
+
+
+def grouped_on_disk(model: nn.Module) -> bool:
+    """Whether diffusers' group offload reads its weights from files, each for its call."""
+    return any(hook.config.offload_to_disk_path is not None for hook in _group_hooks(model))
+
+
 def _lift_groups(model: nn.Module) -> Callable[[], None] | None:
     """By diffusers: `enable_group_offload`."""
-    kind = getattr(sys.modules.get(GROUPS), "GroupOffloadingHook", None)
-    registries = {module: vars(module)[REGISTRY] for module in model.modules() if REGISTRY in vars(module)}
-    held = [hook for one in registries.values() for hook in one.hooks.values() if kind and type(hook) is kind]
+    held = _group_hooks(model)
     if not held:
         return None
     from diffusers.hooks import apply_group_offloading
 
     config = held[0].config
-    if config.offload_to_disk_path is not None:
+    if grouped_on_disk(model):
         raise ValueError("its weights are on a disk (enable_group_offload): load it with RAM for all of them")
-    for registry in registries.values():
+    for registry in (vars(module)[REGISTRY] for module in model.modules() if REGISTRY in vars(module)):
         for name in NAMES:
             registry.remove_hook(name, recurse=False)
     model.to("cpu")

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from accel.libraries.adapters import BASE
-from accel.libraries.hooks import forward_slots
+from accel.libraries.hooks import forward_slots, grouped_on_disk
 from accel.offload.budget import WeightSizes
 from accel.offload.call_hooks import streamed_model
 from accel.offload.layout import Layout, storage_of, weights_in
@@ -116,6 +116,11 @@ def _is_matrix(weight: torch.Tensor) -> bool:
 def any_on_meta(weights: list[torch.Tensor]) -> bool:
     """Whether some have no numbers: of a model on paper, or one that another offload brings part by part."""
     return any(one.is_meta for one in weights)
+
+
+def brought_by_another(model: nn.Module) -> bool:
+    """Whether another offload holds the numbers of its weights, and brings them to each call."""
+    return any_on_meta(weights_in(model)) or grouped_on_disk(model)
 
 
 def nbytes(model: nn.Module) -> int:

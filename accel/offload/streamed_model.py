@@ -13,7 +13,7 @@ from accel_kernels.capture import stream_of_its_own
 from torch import nn
 
 from accel.errors import Refused
-from accel.offload.blocks import any_on_meta, experts_in, pieces
+from accel.offload.blocks import brought_by_another, experts_in, pieces
 from accel.offload.budget import BUFFERS, Budget, Measured, WeightSizes, check_fits, room_for_weights, streamed_blocks
 from accel.offload.call_hooks import elements, hook_blocks, hook_model, streamed_model, unhook
 from accel.offload.hot_experts import ExpertTables, HotExperts, stacks_in
@@ -87,7 +87,7 @@ class StreamedModel(PlacedModel):
         """From the GPU to the CPU, whoever has moved it there."""
         if not self.replaced:
             self.bring_back()
-            if any_on_meta(weights_in(self.model)):
+            if brought_by_another(self.model):
                 self.pieces = []  # another offload brings them to each call
             else:
                 type(self.model).to(self.model, "cpu")  # what came to it on the GPU
@@ -268,13 +268,12 @@ class StreamedModel(PlacedModel):
     def _begin_call(self, part: str, given: tuple) -> None:
         self.lock.acquire()
         self.caller, self.part, self.size = threading.get_ident(), part, elements(given)
-        weights = weights_in(self.model)
-        if self.arena is not None and not where_left(self.pieces, weights):
+        if self.arena is not None and not where_left(self.pieces, weights_in(self.model)):
             self.leave()  # somebody has moved or exchanged weights
         if self.arena is not None:
             self._place()
             self._begin()
-        elif self.alone and not any_on_meta(weights) and not self.enter():
+        elif self.alone and not brought_by_another(self.model) and not self.enter():
             raise Refused(f"memory=: the weights cannot be streamed: {self.reason}")
 
     def _begin(self) -> None:

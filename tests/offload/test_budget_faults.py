@@ -11,6 +11,7 @@ import torch
 from accelerate import cpu_offload, disk_offload
 from accelerate.hooks import remove_hook_from_submodules
 from diffusers import FluxTransformer2DModel
+from diffusers.hooks import apply_group_offloading
 
 import accel
 from accel.diffusion import tiling
@@ -210,7 +211,7 @@ def test_blocks_are_what_is_called():
 
 
 @torch.no_grad()
-def test_another_offload_on_top_brings_what_streamed():
+def test_another_offload_on_top_brings_what_streamed(tmp_path):
     model, call = flux()
     before, wanted = stored(model), call(accel.optimize(copy.deepcopy(model)))
     accel.optimize(model, memory=within(model, 0.3))
@@ -221,6 +222,14 @@ def test_another_offload_on_top_brings_what_streamed():
         for _ in range(2):
             assert float((call(model) - wanted).abs().max()) < 1e-5
     same(model, before)
+    accel.optimize(model, memory=within(model, 0.3))
+    call(model)
+    disk = {"offload_to_disk_path": str(tmp_path), "offload_type": "block_level", "num_blocks_per_group": 2}
+    apply_group_offloading(model, torch.device("cpu"), torch.device("cpu"), **disk)
+    for change in (lambda model: None, accel.restore):
+        change(model)
+        for _ in range(2):
+            assert float((call(model) - wanted).abs().max()) < 1e-5
 
 
 @torch.no_grad()
