@@ -8,7 +8,7 @@ import torch
 import accel
 from accel.bench.llm.models import SEED, beside, endless
 from accel.bench.results import reported
-from accel.bench.timing import compare_times
+from accel.bench.timing import compare_times, same_call
 
 NEW, SEVERAL = 33, 16
 CALLS = 5  # of each kind before it is timed: kernels are chosen, graphs captured
@@ -85,7 +85,8 @@ def measure_pictures(name: str, device: torch.device, budget_s: float) -> dict:
     }
     found: dict[str, dict] = {}
     for kind, (given, new) in calls.items():
-        ways = {way: partial(_written, model, given, new) for way, model in models.items()}
+        how = {**given, "max_new_tokens": new, "do_sample": False}
+        ways = {way: same_call(partial(model.generate, **how)) for way, model in models.items()}
         for way in ways.values():
             for call in range(CALLS):
                 way(call)
@@ -95,7 +96,3 @@ def measure_pictures(name: str, device: torch.device, budget_s: float) -> dict:
     step = {way: (all_of_them[way]["median_ms"] - first[way]["median_ms"]) / (NEW - 1) for way in models}
     found["a token behind it"] = {way: {"median_ms": round(ms, 3)} for way, ms in step.items()}
     return {"name": name, "pictures": found} | reported(models["accel"])
-
-
-def _written(model: Any, given: dict, new: int, _: int) -> torch.Tensor:
-    return model.generate(**given, max_new_tokens=new, do_sample=False)

@@ -8,7 +8,7 @@ import torch
 import accel
 from accel.bench.llm.models import beside
 from accel.bench.results import reported
-from accel.bench.timing import compare_times
+from accel.bench.timing import compare_times, same_call
 from accel.bench.weights import random_transformer
 
 SECONDS = 30  # of a window
@@ -62,13 +62,10 @@ def measure_speech(name: str, device: torch.device, clips: int, windows: int, bu
             options |= {"return_timestamps": True, "attention_mask": mask}
         texts = [model.generate(features, **options) for model in (fast, stock, fast)]  # the first one captures graphs
         same = float((texts[0] == texts[1]).float().mean()) if texts[0].shape == texts[1].shape else 0.0
-        ways = {way: partial(_call, one, features, options) for way, one in (("stock", stock), ("accel", fast))}
+        models = {"stock": stock, "accel": fast}
+        ways = {way: same_call(partial(one.generate, features, **options)) for way, one in models.items()}
         times = compare_times(ways, device, budget_s=budget_s)
         sound = 1e3 * SECONDS * batch * length
         found = {way: one.to_dict() | {"real_time": round(sound / one.median_ms)} for way, one in times.items()}
         rows.append({"call": call, "rows": batch, "windows": length, "ways": found, "same": round(same, 6)})
     return {"name": name, "calls": rows} | reported(fast)
-
-
-def _call(model: Any, features: torch.Tensor, options: dict[str, Any], _: int) -> torch.Tensor:
-    return model.generate(features, **options)

@@ -11,7 +11,7 @@ from torch import nn
 import accel
 from accel.bench.llm.models import beside
 from accel.bench.results import reported
-from accel.bench.timing import compare_times, synchronize
+from accel.bench.timing import compare_times, same_call, synchronize
 from accel.bench.weights import random_transformer
 from accel.comparison import relative_rms
 
@@ -115,7 +115,7 @@ def measure_encoder(
     orders = {"given": batched(some, size, device), "sorted": batched(sorted(some, key=len), size, device)}
 
     def through(model: nn.Module, order: str) -> Callable[[int], Any]:
-        return lambda _: [pooled(model, batch) for batch in orders[order]]
+        return same_call(lambda: [pooled(model, batch) for batch in orders[order]])
 
     ways = {way: through(model, "given") for way, model in models.items()}
     ways |= {f"{way}, sorted": through(models[way], "sorted") for way in ("stock", "accel")}
@@ -137,14 +137,10 @@ def measure_encoder(
         }
         ids = some[0].new_full((1, QUERY), 5).to(device)
         one = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-        asked = {"stock": partial(_asked, stock, one), "accel": partial(_asked, fast, one)}
+        asked = {way: same_call(partial(pooled, models[way], one)) for way in ("stock", "accel")}
         found = compare_times(asked, device, budget_s=min(1.0, budget_s), warmup=20)
         row["query"] = {way: one.to_dict() for way, one in found.items()}
     return row | reported(*[*models.values()][1:])
-
-
-def _asked(model: nn.Module, query: Batch, _: int) -> torch.Tensor:
-    return pooled(model, query)
 
 
 def _errors(every: dict[str, nn.Module], batch: Batch) -> tuple[dict[str, float], dict[str, float]]:

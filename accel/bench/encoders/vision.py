@@ -1,7 +1,6 @@
 """Vision transformers over batches of images: stock, torch.compile and accel, in images a second."""
 
 import copy
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -11,7 +10,7 @@ import accel
 from accel.bench.encoders.texts import LARGE, Encoder, build_encoder
 from accel.bench.llm.models import beside
 from accel.bench.results import reported
-from accel.bench.timing import compare_times
+from accel.bench.timing import compare_times, same_call
 from accel.comparison import relative_rms
 
 SO400M = {"hidden_size": 1152, "num_hidden_layers": 27, "num_attention_heads": 16, "intermediate_size": 4304}
@@ -53,12 +52,8 @@ def measure_vision(name: str, device: torch.device, batches: list[int], compiled
             for model in models.values():
                 for _ in range(CALLS):
                     run(model)
-            ways = {way: partial(_call, run, model) for way, model in models.items()}
+            ways = {way: same_call(partial(run, model)) for way, model in models.items()}
             times = compare_times(ways, device, budget_s=budget_s)
             found = {way: t.to_dict() | {"images_s": round(1e3 * batch / t.median_ms, 1)} for way, t in times.items()}
             rows.append({"batch": batch, "ways": found, "errors": errors})
     return {"name": name, "batches": rows} | reported(fast)
-
-
-def _call(run: Callable[[Any], torch.Tensor], model: Any, _: int) -> torch.Tensor:
-    return run(model)
