@@ -48,8 +48,8 @@ def is_compressed_tensors(fields: Mapping) -> bool:
 
 
 def _of_library(fields: Mapping, folder: Path) -> bool:
-    """Whether the package alone reads it: scales by block, floats of 4 bits, zero points of inputs, numbers that are of
-    other than 4 or 8 bits in the files too, or of fewer than lie there.
+    """Whether the package alone reads it: scales by block, floats of 4 bits, zero points of inputs. So it is with
+    numbers that are of other than 4 or 8 bits in the files too, or of fewer than lie there.
     """
     found = fields.get("config_groups")
     groups = [one for one in found.values() if isinstance(one, Mapping)] if isinstance(found, Mapping) else []
