@@ -1,14 +1,18 @@
 """The quantized linears a model arrived with, to be repacked into ours, and given back."""
 
+from typing import Any
+
 import torch
 from accel_kernels import Quantized
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.quantizers.base import HfQuantizer
 
 from accel.errors import reason_of
 from accel.libraries.adapters import readapt
 from accel.libraries.code import lacks_kernel
-from accel.patching.rule import ForwardPatch
+from accel.patching.owner import InstanceMethod
+from accel.patching.rule import ForwardPatch, Patch
 from accel.patching.structure import placement
 from accel.quantization.activations import FIXED, SCALE
 from accel.quantization.formats.compressed_tensors import of_package, scheme_of
@@ -36,7 +40,7 @@ class PrequantizedImport(QuantizedModulePatch):
         self.activations = activations
         self.found: dict[str, Repacked] = {}
         self.rows: list[tuple[str, str, str]] = []
-        self.forwards: list[ForwardPatch] = []
+        self.forwards: list[Patch] = []
         self.dtype = placement(root)[1]
         self.head = set(root.get_output_embeddings().modules())
         for path, module in root.named_modules():
@@ -60,6 +64,8 @@ class PrequantizedImport(QuantizedModulePatch):
             self.found, why = {}, "".join(unread[:1]).removeprefix(OWN)
             reason = f"its library dequantizes the whole model: {why}"
             self.rows = [(path, "skipped", reason) for path, *_ in self.rows]
+        if self.found:
+            self.forwards.append(Patch(root, Dequantize.name, Dequantize(self)))
 
     def _stored(self, path: str, module: nn.Module, held: StoredWeight) -> None:
         note = "" if held.step is None else "; its inputs keep their dtype, and its own kernel rounds them"
@@ -123,6 +129,13 @@ class PrequantizedImport(QuantizedModulePatch):
         if not self.there:
             return
         vars(self.root)["_forward_pre_hooks"].update(self.hooks)
+        self.give_back()
+        for forward in reversed(self.forwards):
+            forward.undo()
+        self.there = False
+
+    def give_back(self) -> None:
+        """Puts the arrived linears in their places, for good."""
         exchange(self.root, [(new, prequantized.module) for prequantized, new in self.pairs])
         while self.pairs:
             prequantized, new = self.pairs[-1]
@@ -132,6 +145,22 @@ class PrequantizedImport(QuantizedModulePatch):
             self.pairs.pop()
             new.data = new.data.new_empty(0)  # before the next: whoever still holds the layer holds no second copy
         readapt(self.root)
-        for forward in reversed(self.forwards):
-            forward.undo()
-        self.there = False
+
+
+class Dequantize(InstanceMethod):
+    """Of a model: gives the arrived linears back before its library writes them out, which knows no others."""
+
+    name = "dequantize"
+
+    def __init__(self, swap: PrequantizedImport):
+        self.swap = swap
+
+    @property
+    def owner(self) -> PreTrainedModel:
+        return self.swap.root
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        stock = HfQuantizer._dequantize  # which raises
+        if getattr(type(getattr(self.owner, "hf_quantizer", None)), "_dequantize", stock) is not stock:
+            self.swap.give_back()
+        return self.stock(*args, **kwargs)

@@ -6,6 +6,7 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import accel
 from accel.quantization.formats.compressed_tensors import read_compressed_tensors
@@ -150,6 +151,23 @@ def test_bitsandbytes_before_and_after_its_first_call(called):
     assert not called or torch.equal(model(ids).logits, before)
     model(ids)
     assert module.state.CB.data_ptr() == module.weight.data_ptr()
+
+
+def test_bitsandbytes_writes_the_model_out(tmp_path):
+    pytest.importorskip("bitsandbytes")
+    make("llama-biases").save_pretrained(tmp_path)
+    given = {"dtype": torch.float32, "quantization_config": BitsAndBytesConfig(load_in_8bit=True), "device_map": "cpu"}
+    model, stock = (AutoModelForCausalLM.from_pretrained(tmp_path, **given).eval() for _ in range(2))
+    logits(stock)
+    accel.optimize(model)
+    assert held_by(model)
+    for one in (model, stock):
+        one.dequantize()
+    assert not held_by(model)
+    same(logits(model), logits(stock))
+    ran_fast(model)
+    assert vars(accel.restore(model)).keys() == vars(stock).keys()
+    same(logits(model), logits(stock), 0)
 
 
 def test_a_half_precision_model_is_compared_in_its_own_dtype():
