@@ -119,7 +119,7 @@ def match_encoder(site: Site, context: Context, root: nn.Module) -> Match | Skip
         calls.packed = calls.packed or masked
     except NotUnderstood as reason:
         return _own_code(site, context, inputs, str(reason))
-    zeros = context.options.padding == "zeros"
+    zeros = context.options.padding == "zeros" and not inner  # whose convolutions mix rows
     outside = root is not model and masked and inputs.main not in SOUNDS
     forward.blind = zeros or (outside and ignores_padding(root, model, inputs, example))
     if outside and not forward.blind and inputs == TEXT and (pad := pad_token(root)) is not None:

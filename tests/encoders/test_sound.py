@@ -141,6 +141,13 @@ def test_an_encoder_of_sound_gives_what_stock_gives(name):
         assert fallbacks(model) == ["attention_mask is given"]
 
 
+def test_padding_is_not_left_out_where_a_layers_own_code_mixes_rows():
+    model, stock = random_pair(SOUNDS["wav2vec2-conformer"][0])
+    accel.optimize(model, padding="zeros")
+    assert_same_tensors(model, stock, sound(2, 600, heard=(600, 244)))
+    assert not fallbacks(model)
+
+
 @pytest.mark.parametrize("folder", MODELS)
 def test_a_tower_gives_what_stock_gives(folder):
     name, sizes, told, calls = MODELS[folder]
