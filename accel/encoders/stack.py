@@ -108,7 +108,7 @@ class EncoderStep(Step):
         if mask.is_floating_point():
             known &= (seen | (mask <= torch.finfo(mask.dtype).min)).all()
         known, self.blind = torch.stack([known, ~sees.all()]).tolist()
-        if not known:
+        if not known or (self.blind and not all(layer.inner for layer in self.layers)):  # else not all are computed
             raise Unfit("a mask by which tokens see different ones")
         return shown[:, 0, 0]
 
