@@ -333,7 +333,11 @@ class DecoderForward(FastForward):
             return reason
         if [id(module) for module in self._stack()] != [id(layer.module) for layer in self.layers]:
             return "its layers are not those that were optimized"
-        return why_elsewhere(self.module) or next(filter(None, (layer.bind(stack) for layer in self.layers)), None)
+        return self._placed() or next(filter(None, (layer.bind(stack) for layer in self.layers)), None)
+
+    def _placed(self) -> str | None:
+        """Why its weights are not where they were understood."""
+        return why_elsewhere(self.module)
 
     def _stack(self) -> Iterable[nn.Module]:
         """The model's layers now, in place of those that were understood."""
