@@ -135,8 +135,8 @@ class PipelineTurns(WeightsMoved):
         models = models_of(self.pipe)
         for model in models:
             check_fits(sizes_of(model), self.budget, type(model).__name__)
-            why = unmovable(weights := weights_in(model), weights[0].device)
-            if why is not None and nbytes(model) > ROOM_FOR_CALLS * self.budget.card:
+            reasons = filter(None, (unmovable([one], one.device) for one in weights_in(model)))
+            if nbytes(model) > ROOM_FOR_CALLS * self.budget.card and (why := next(reasons, None)) is not None:
                 raise Refused(f"memory=: the weights of a {type(model).__name__} cannot be streamed: {why}")
         if any(offload_hooks(self.pipe, GPUS)):
             return  # they are taken over as they are

@@ -153,6 +153,17 @@ def test_too_little_ram_is_told(short, monkeypatch, tmp_path):
     assert not any("_call_impl" in vars(one) or "forward" in vars(one) for one in model.modules())
 
 
+def test_a_model_of_a_pipeline_that_would_go_beyond_is_refused(sdxl_pipe):
+    """Hooks would bring it whole."""
+    kind, weight = type("Own", (torch.nn.Parameter,), {}), sdxl_pipe.unet.conv_in.weight
+    sdxl_pipe.unet.conv_in.weight = kind(weight.detach())
+    before, kinds = stored(sdxl_pipe.unet), set(vars(sdxl_pipe))
+    with pytest.raises(Refused, match="memory=: the weights of a UNet2DConditionModel cannot be streamed: .* type Own"):
+        accel.optimize(sdxl_pipe, memory=int(0.6 * nbytes(sdxl_pipe.unet)))
+    untouched(sdxl_pipe.unet, before)
+    assert set(vars(sdxl_pipe)) == kinds
+
+
 @torch.no_grad()
 def test_weights_on_a_disk_are_refused_and_stay_there(tmp_path):
     model, call = llama()
