@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+import transformers as t
 from torch import nn
 
 import accel
+from accel.encoders.inputs import inputs_of, small_call
 from accel.fusion.patch_embedding import PatchEmbeddingForward
 
 
@@ -26,3 +28,17 @@ def test_a_patch_embedding_is_one_product(convolution, shape):
     with torch.no_grad():
         torch.testing.assert_close(forward.fast(x), model(x), rtol=1e-5, atol=1e-5)
         assert forward.unfit(x) is None and forward.unfit(x[0]) and forward.unfit(x.double())
+
+
+VIT = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 4}
+
+
+@pytest.mark.parametrize("name", ["Siglip2Vision", "ViT"])
+def test_patches_are_known_where_a_library_replaced_their_layer(name):
+    sizes = VIT | ({"num_patches": 16} if name == "Siglip2Vision" else {"image_size": 16})
+    model = getattr(t, f"{name}Model")(getattr(t, f"{name}Config")(**sizes)).eval()
+    wanted = small_call(model, inputs_of(model))
+    for one in model.modules():
+        if type(one) in (nn.Linear, nn.Conv2d):
+            one.__class__ = type("Quantized", (type(one),), {})
+    assert small_call(model, inputs_of(model))["pixel_values"].shape == wanted["pixel_values"].shape

@@ -6,11 +6,11 @@ import torch
 from accel_kernels import Quantized
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.quantizers.base import HfQuantizer
 
 from accel.errors import reason_of
 from accel.libraries.adapters import readapt
 from accel.libraries.code import lacks_kernel
+from accel.libraries.loading import HfQuantizer
 from accel.patching.owner import InstanceMethod
 from accel.patching.rule import ForwardPatch, Patch
 from accel.patching.structure import placement
@@ -156,7 +156,7 @@ class Dequantize(InstanceMethod):
         self.swap = swap
 
     @property
-    def owner(self) -> PreTrainedModel:
+    def owner(self) -> Any:
         return self.swap.root
 
     def call(self, *args: Any, **kwargs: Any) -> Any:

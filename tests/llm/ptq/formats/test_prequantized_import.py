@@ -6,7 +6,6 @@ import pickle
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import accel
 from accel.quantization.formats.compressed_tensors import read_compressed_tensors
@@ -153,23 +152,6 @@ def test_bitsandbytes_before_and_after_its_first_call(called):
     assert module.state.CB.data_ptr() == module.weight.data_ptr()
 
 
-def test_bitsandbytes_writes_the_model_out(tmp_path):
-    pytest.importorskip("bitsandbytes")
-    make("llama-biases").save_pretrained(tmp_path)
-    given = {"dtype": torch.float32, "quantization_config": BitsAndBytesConfig(load_in_8bit=True), "device_map": "cpu"}
-    model, stock = (AutoModelForCausalLM.from_pretrained(tmp_path, **given).eval() for _ in range(2))
-    logits(stock)
-    accel.optimize(model)
-    assert held_by(model)
-    for one in (model, stock):
-        one.dequantize()
-    assert not held_by(model)
-    same(logits(model), logits(stock))
-    ran_fast(model)
-    assert vars(accel.restore(model)).keys() == vars(stock).keys()
-    same(logits(model), logits(stock), 0)
-
-
 def test_a_half_precision_model_is_compared_in_its_own_dtype():
     model, twin = prequantized("gptq", "llama", torch.float16)
     accel.optimize(model)
@@ -233,11 +215,6 @@ def test_what_arrived_is_saved_as_compressed_tensors_beside_what_did_not(kind, f
     model.save_pretrained(tmp_path)
     found = logits(compressed(tmp_path))["logits"]
     assert (found - wanted).abs().max() < 1e-5
-
-
-def test_it_is_not_quantized_again():
-    with pytest.raises(ValueError, match=r"model\.layers\.0\.self_attn\.q_proj: is GPTQ already"):
-        accel.quantize(prequantized("gptq")[0], "int8")
 
 
 def test_it_is_recognized_by_what_it_holds():

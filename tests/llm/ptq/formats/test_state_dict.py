@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import accel
 from support.bits import as_elsewhere, float8, four_bit
@@ -18,7 +19,7 @@ from support.everything import always
 from support.llm.families import layers, make
 from support.llm.outputs import ran_fast, same
 from support.llm.prequantized.models import MAKERS, compressed, prequantized
-from support.llm.quantized import logits
+from support.llm.quantized import held_by, logits
 
 LAYOUTS = ("int8", "int8 bytes", "int8-asym bytes", "int4-g32", "int4-g32 3", "fp8")  # of compressed-tensors
 IN_PLACE = {
@@ -131,3 +132,25 @@ def test_of_what_is_read_as_it_lies(kind, folders, monkeypatch):
     equal(ours.state_dict(), stock.state_dict())
     accel.restore(ours)
     equal(ours.state_dict(), stock.state_dict())
+
+
+def test_bitsandbytes_writes_the_model_out(tmp_path):
+    pytest.importorskip("bitsandbytes")
+    make("llama-biases").save_pretrained(tmp_path)
+    given = {"dtype": torch.float32, "quantization_config": BitsAndBytesConfig(load_in_8bit=True), "device_map": "cpu"}
+    model, stock = (AutoModelForCausalLM.from_pretrained(tmp_path, **given).eval() for _ in range(2))
+    logits(stock)
+    accel.optimize(model)
+    assert held_by(model)
+    for one in (model, stock):
+        one.dequantize()
+    assert not held_by(model)
+    same(logits(model), logits(stock))
+    ran_fast(model)
+    assert vars(accel.restore(model)).keys() == vars(stock).keys()
+    same(logits(model), logits(stock), 0)
+
+
+def test_it_is_not_quantized_again():
+    with pytest.raises(ValueError, match=r"model\.layers\.0\.self_attn\.q_proj: is GPTQ already"):
+        accel.quantize(prequantized("gptq")[0], "int8")
