@@ -13,9 +13,9 @@ from accel_kernels.op import FLOATS
 from torch import nn
 
 from accel.casting import casts_of
-from accel.libraries.adapters import ANOTHER, BASE, BASE_ROW, DOWN, low_rank_scales, own_parts, row_adapters
+from accel.libraries.adapters import ANOTHER, BASE, BASE_ROW, DOWN, base, low_rank_scales, own_parts, row_adapters
 from accel.quantization.adapters import BUFFERS, TOKENS, read_low_rank
-from accel.quantization.product import base, device_and_dtype
+from accel.quantization.product import device_and_dtype
 
 ALIGNED = 16  # bytes
 Kind = tuple[bool, torch.dtype, torch.dtype]  # of a copy: whether it is of B, and the dtypes of source and target

@@ -11,10 +11,11 @@ from torch import nn
 from accel.fusion.float32_precision import convolutions_in_tf32, products_in_tf32
 from accel.fusion.tensor_notes import TensorNotes
 from accel.in_flight import alone_if_idle
+from accel.libraries.adapters import base
 from accel.patching.fast_forward import Kernels
 from accel.patching.rule import set_data
 from accel.patching.structure import pointwise
-from accel.quantization.product import base, keeps_forward, product
+from accel.quantization.product import keeps_forward, product
 
 
 def nhwc(x: torch.Tensor) -> torch.Tensor:

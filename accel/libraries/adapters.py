@@ -51,8 +51,7 @@ def row_adapters(layer: nn.Module) -> list[str] | None:
 
 def adds_biases(model: nn.Module) -> bool:
     """Whether an adapter adds numbers of its own, by which zeros do not stay zeros."""
-    layers: Any = (layer for layer in model.modules() if hasattr(layer, "lora_bias"))
-    return any(any(layer.lora_bias.values()) for layer in layers)
+    return any(any(getattr(layer, "lora_bias", {}).values()) for layer in model.modules())
 
 
 def readapt(root: Any) -> None:
@@ -61,6 +60,20 @@ def readapt(root: Any) -> None:
     for layer in () if lora is None else root.modules():
         if type(layer) is lora.Linear and layer.base_layer.weight.dtype == int8:
             layer.__class__ = lora.Linear8bitLt
+
+
+def base(layer: Any) -> Any:
+    """The layer that all adapters are around."""
+    while BASE in layer._modules:
+        layer = layer._modules[BASE]
+    return layer
+
+
+def outer_modules(root: nn.Module, kinds: tuple[type, ...]) -> Iterator[nn.Module]:
+    """It and all modules inside, but for those inside of adapters around one of these kinds: they compute as one."""
+    adapted = (one for one in root.modules() if BASE in one._modules and isinstance(base(one), kinds))
+    inside = {id(part) for one in adapted for part in one.modules() if part is not one}
+    return (one for one in root.modules() if id(one) not in inside)
 
 
 def own_parts(layer: nn.Module) -> Iterator[nn.Module]:

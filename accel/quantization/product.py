@@ -14,7 +14,7 @@ from accel_kernels.gemm.linear import torch_linear
 from accel_kernels.op import FLOATS
 from torch import nn
 
-from accel.libraries.adapters import BASE
+from accel.libraries.adapters import BASE, base
 from accel.patching.structure import foreign, plain, tampered
 from accel.quantization.adapters import adapts_plain, low_rank, low_rank_term, read_low_rank, with_adapters
 from accel.quantization.formats.stored_weight import stored_weight
@@ -68,13 +68,6 @@ def keeps_forward(layer: nn.Module) -> bool:
     if type(layer) is QuantizedLinear:
         return False
     return type(layer) not in MULTIPLIED or type(layer._parameters["weight"]) is not nn.Parameter
-
-
-def base(layer: Any) -> Any:
-    """The layer that all adapters are around."""
-    while BASE in layer._modules:
-        layer = layer._modules[BASE]
-    return layer
 
 
 def layer_reason(*layers: nn.Module | None) -> str | None:

@@ -13,12 +13,13 @@ from torch import nn
 from accel.fusion.channels_last import as_image, as_image_like, as_rows, keep_channel_stats, nhwc, normalize
 from accel.fusion.loop import ForwardCounter
 from accel.fusion.stacked_linears import PromptProjections, Stacked, StackedLinears, project_together
+from accel.libraries.adapters import base
 from accel.patching.fast_forward import FastForward
 from accel.patching.guard import Parts
 from accel.patching.probe import example
 from accel.patching.rule import Context, Match, Site, Skip
 from accel.patching.structure import all_plain, foreign_processor, holds, meta_weights, no_tensor, untouched
-from accel.quantization.product import Rows, base, deferred, keeps_forward, layer_reason, product
+from accel.quantization.product import Rows, deferred, keeps_forward, layer_reason, product
 
 PARTS = ("spatial_norm", "norm_q", "norm_k", "norm_cross", "add_k_proj", "add_v_proj")
 # What makes it the attention of UNets and VAEs; those of other models have some of it.

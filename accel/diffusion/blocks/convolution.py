@@ -8,12 +8,13 @@ from torch import nn
 
 from accel.fusion.channels_last import convolve, keep_channel_stats, nhwc
 from accel.fusion.half_operands import HalfOperands
+from accel.libraries.adapters import base
 from accel.patching.fast_forward import FastForward
 from accel.patching.guard import Parts
 from accel.patching.probe import example
 from accel.patching.rule import Context, Match, Site, Skip
 from accel.patching.structure import holds, meta_weights, no_tensor, plain, tampered, untouched
-from accel.quantization.product import base, keeps_forward
+from accel.quantization.product import keeps_forward
 
 LEAST_CHANNELS = 32  # of the output; a narrower one ends a model, and no norm comes after
 

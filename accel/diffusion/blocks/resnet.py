@@ -14,12 +14,13 @@ from accel.fusion.channels_last import convolve, keep_channel_stats, nhwc, norma
 from accel.fusion.half_operands import HalfOperands, convolve_half, end_in_float32
 from accel.fusion.loop import ForwardCounter
 from accel.fusion.stacked_linears import StackedLinears, TimeProjections
+from accel.libraries.adapters import base
 from accel.patching.fast_forward import FastForward
 from accel.patching.guard import Parts
 from accel.patching.probe import example
 from accel.patching.rule import Context, Match, Site, Skip
 from accel.patching.structure import all_plain, holds, no_tensor, pointwise, untouched
-from accel.quantization.product import base, keeps_forward, layer_reason
+from accel.quantization.product import keeps_forward, layer_reason
 
 
 class ResnetForward(FastForward):

@@ -19,10 +19,10 @@ from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_
 from accel.casting import uncast
 from accel.diffusion.dit.program import Program, Ref, TensorValue, TorchStep, replaced
 from accel.diffusion.dit.ranks.collectives import HiddenCollectives, functional, unwrapped
+from accel.libraries.adapters import base
 from accel.patching.structure import stock_method
 from accel.quantization.adapters import adapts_plain
 from accel.quantization.module import row_tensors
-from accel.quantization.product import base
 
 # Attributes and methods of a tensor that do not depend on its values.
 METADATA = frozenset(

@@ -153,7 +153,7 @@ class SoftmaxSpec(AttentionSpec):
             named = {layer.name(one.module): one for one in reversed(layer.calls)}  # the first call of each
             out, end = named.get(known.out), known.out_norm and named.get(known.out_norm.name)
         else:
-            behind = (c for c in layer.calls if c.parent is not layer.attention and not any(c.module.children()))
+            behind = (one for one in layer.leaves if one.parent is not layer.attention)
             given = (one for one in (*calls, *behind) if one.alone and agree(got, one.input.held, slack=2.0))
             out = end = next(given, None)
             if end is not None and normlike(layer, end):

@@ -8,6 +8,7 @@ from accel_kernels.warmup import warming_up
 from torch import nn
 
 from accel.fusion.stacked_linears import can_stack
+from accel.libraries.adapters import base
 from accel.libraries.cache import Cache
 from accel.llm.attention.attention import AttentionSpec, BoundAttention
 from accel.llm.parts.linear import weights
@@ -19,7 +20,6 @@ from accel.llm.runtime.layer_spec import LayerSpec
 from accel.patching.fast_forward import FastForward, Kernels
 from accel.patching.guard import LayerGuard, changed_since
 from accel.quantization.module import QuantizedLinear
-from accel.quantization.product import base
 
 
 class LayerForward(FastForward):

@@ -11,6 +11,7 @@ from accel_kernels.norm.norm import ACTIVATIONS
 from torch import nn
 
 from accel.fusion.stacked_linears import stacked_tensors
+from accel.libraries.adapters import base
 from accel.llm.parts.linear import MOST_MEASURED_ROWS, Weights, product_for, weights
 from accel.llm.parts.norm import FLAT, HeadNorm, NormSpec, given, given_back
 from accel.llm.recording.record import NotUnderstood
@@ -20,7 +21,7 @@ from accel.patching.user_ops import UserOp
 from accel.quantization.activations import many_rows
 from accel.quantization.adapters import low_rank, low_rank_term, with_adapters
 from accel.quantization.formats.stored import stored_product
-from accel.quantization.product import Rows, base, rounded_product
+from accel.quantization.product import Rows, rounded_product
 
 
 class BoundNorm:

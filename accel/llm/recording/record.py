@@ -288,8 +288,7 @@ class LayerRecord:
     @property
     def mixers(self) -> tuple[nn.Module, ...]:
         """The modules that put something into the cache, or read what another layer put there."""
-        found = (*(self.writes or (self.borrowed,)), self.kept)
-        return tuple(one.attention for one in found if one is not None)
+        return tuple(one.attention for one in (*(self.writes or (self.borrowed,)), self.kept) if one is not None)
 
     @property
     def attention(self) -> nn.Module:
@@ -299,6 +298,12 @@ class LayerRecord:
     def name(self, module: nn.Module) -> str:
         """The module's path from the layer: specs hold names, so that a module put in another's place is seen."""
         return next(name for name, own in self.layer.named_modules() if own is module)
+
+    @property
+    def leaves(self) -> list[Call]:
+        """Calls of modules that called none, or linears with adapters."""
+        outer = {id(call.parent) for call in self.calls}
+        return [call for call in self.calls if id(call.module) not in outer]
 
     def inside(self, parent: nn.Module) -> list[Call]:
         """Calls of the direct children of a module, in the order in which they ended."""

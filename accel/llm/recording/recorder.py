@@ -20,6 +20,7 @@ from transformers import Conv1D, PreTrainedModel
 
 from accel.errors import reason_of
 from accel.in_flight import Here, alone, listening
+from accel.libraries.adapters import base, outer_modules
 from accel.libraries.attention import eager_mask, lent_attention
 from accel.libraries.cache import cache_given
 from accel.libraries.tensor_parallel import pipeline_stage
@@ -35,7 +36,7 @@ from accel.llm.recording.recording_cache import recording_cache
 from accel.patching.structure import foreign_hooks, placement
 from accel.quantization.experts import holds_numbers
 
-NAME = "accel_recording"
+NAME, LINEARS = "accel_recording", (nn.Linear, Conv1D)
 AMPLIFIED = {torch.float16: 8.0}  # which a gated MLP multiplies by itself
 
 
@@ -223,7 +224,7 @@ class Recorder:
                     held["forward"] = StockHere(record.layer, held["forward"])
                     bring = Here(partial(self._bring, device))
                     undo.callback(record.layer.register_forward_pre_hook(bring, with_kwargs=True).remove)
-                for module in record.layer.modules():
+                for module in outer_modules(record.layer, LINEARS):
                     handle = module.register_forward_pre_hook(Here(self._enter), with_kwargs=True)
                     undo.callback(handle.remove)
                     handle = module.register_forward_hook(Here(self._leave), with_kwargs=True)
@@ -266,7 +267,7 @@ class Recorder:
         if self.looking:
             return None
         call = self.open.pop()
-        changed = self.amplified != 1.0 and isinstance(result, torch.Tensor) and isinstance(module, (nn.Linear, Conv1D))
+        changed = self.amplified != 1.0 and isinstance(result, torch.Tensor) and isinstance(base(module), LINEARS)
         first = result = result * self.amplified if changed else result
         while isinstance(first, tuple | list) and first:
             first = first[0]

@@ -9,6 +9,7 @@ from accel_kernels.norm.norm import ACTIVATIONS
 from torch import nn
 
 from accel.comparison import agree, is_sum
+from accel.libraries.adapters import base
 from accel.llm.parts.activation import activation_name
 from accel.llm.parts.norm import norm_spec, normlike
 from accel.llm.parts.normed_router import understand_router
@@ -29,7 +30,7 @@ def understand_mlp(layer: LayerRecord, others: Sequence[Call] = ()) -> tuple[Mlp
     mine = [call for call in layer.inside(layer.layer) if call.module not in around]
     if mixer is not None and not any(_matrices(call.module) for call in mine):
         return None, ()
-    containers = [call for call in mine if _matrices(call.module) and vars(call.module)["_modules"]]
+    containers = [call for call in mine if _matrices(call.module) and base(call.module)._modules]
     if len(containers) > 1:
         inside = {module for call in containers for module in call.module.modules()}
         several = None

@@ -10,10 +10,13 @@ import accel
 from accel.cuda_graphs.adapter_buffers import AdapterBuffers
 from accel.quantization.adapters import _adds
 from benchmarks.models.buffered_calls import buffered
-from support.llm.edits.places import lora, switch
+from support.llm.edits.places import lora, put, switch
 from support.llm.families import make, padded
+from support.objects.encoders import made, random_pair
+from support.objects.speech import whisper
 
 pytest.importorskip("peft")
+from peft import LoraConfig
 from peft.tuners.lora.model import _adapter_names_pre_forward_hook
 
 JOINT = {"llama": {1, 2, 3}, "gemma2": {1, 2, 3}, "phi3": {1}}  # linears to a product
@@ -71,6 +74,16 @@ def test_adapters_of_experts_leave_all_else_fused():
             mine, theirs = (model(ids, use_cache=True).logits for model in (ours, stock))
         torch.testing.assert_close(mine, theirs, rtol=0, atol=2e-5 * float(theirs.abs().max()))
     assert [path for path, _, _ in accel.report(ours).fallbacks] == ["model.layers.0.mlp.experts"]
+
+
+@pytest.mark.parametrize(
+    ("make_pair", "targets"), [(partial(made, "Bert"), ["dense"]), (partial(random_pair, whisper), ["fc1", "fc2"])]
+)
+def test_layers_of_encoders_are_understood_with_adapters_on_what_they_add(make_pair, targets):
+    model, _ = make_pair()
+    put(model, LoraConfig(r=2, target_modules=targets, init_lora_weights=False))
+    encoders = [row for row in accel.report(accel.optimize(model)).sites if row[1].startswith("encoder")]
+    assert encoders and all(row[2] == "patched" and "own code" not in row[3] for row in encoders), encoders
 
 
 def test_padding_that_goes_through_the_bias_of_an_adapter_before_a_state_runs_stock():
