@@ -108,8 +108,10 @@ def encoder_stacks(root: nn.Module) -> tuple[str, ...]:
 
 
 def pad_token(root: Any) -> int | None:
-    """The token that its configuration says padding is."""
-    return getattr(root.config.get_text_config(), "pad_token_id", None)
+    """The token that its configuration says padding is; None where it is of several texts, or does not say."""
+    with suppress(ValueError):
+        return getattr(root.config.get_text_config(), "pad_token_id", None)
+    return None
 
 
 def small_call(model: Any, inputs: Inputs) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from support.objects.seq2seq import (
     MAKES,
     OTHERS,
     STEPS,
+    T5,
     TEXT,
     WIDTH,
     WORDS,
@@ -166,3 +167,12 @@ def test_what_a_trial_launches_is_compiled_before_it(monkeypatch):
     model, stock = optimized("T5")
     assert [len(one) for one in ran] == [3, 2]  # texts of steps, and calls of the encoder
     assert_same(model, stock, source("T5"), options())
+
+
+def test_padding_of_a_model_of_several_texts_is_not_known():
+    """And no reason to run the encoder stock."""
+    sizes = {"hidden_size": WIDTH, "num_hidden_layers": 1, "num_attention_heads": 4, "ffn_dim": 48, "vocab_size": WORDS}
+    sound = t.EncodecConfig(num_filters=2, hidden_size=8, num_lstm_layers=1, codebook_size=WORDS, codebook_dim=8)
+    parts = {"text_encoder": t.T5Config(**T5), "audio_encoder": sound, "decoder": t.MusicgenDecoderConfig(**sizes)}
+    model = accel.optimize(t.MusicgenForConditionalGeneration(t.MusicgenConfig(**parts)).eval())
+    assert ("text_encoder.encoder", "encoder", "patched") in [row[:3] for row in accel.report(model).sites]
