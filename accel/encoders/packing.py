@@ -124,8 +124,6 @@ class PaddedRows(NamedTuple):
         torch's treats in a way of its own. It does so too where layers attend by distances and padding is neither on
         the right of all nor on the left. And where rows of padding differ to which all are alike.
         """
-        if warming_up():  # nothing was computed
-            return self.largest._replace(longest=_longest(x.shape[1], self.graph))
         if self.there is not None:
             self.there.synchronize()
         total, most, least, shorter, ordered, mirrored, computed = self.facts.tolist()
@@ -150,7 +148,7 @@ class PaddedRows(NamedTuple):
     def differ(self) -> bool:
         """Whether rows of padding were told apart, and differ. Of one whose packing is known."""
         *_, shorter, _, _, computed = self.facts.tolist()
-        return self.asked and bool(shorter) and computed == ALL and not warming_up()
+        return self.asked and bool(shorter) and computed == ALL
 
 
 def padded(
@@ -167,7 +165,8 @@ def padded(
     many sequences, and as long ones, as the graph that serves all up to there. x: None where rows of padding differ.
     """
     unknown = reads_positions(hidden, sight)
-    found = packed_rows(
+    find: Any = packed_rows.reference if warming_up() else packed_rows  # kernels compute nothing then: no places
+    found = find(
         mask.contiguous(),
         None if unknown else x,
         plain,

@@ -51,7 +51,6 @@ from accel.llm.recording.position_table import WithinTables
 from accel.llm.recording.record import NotUnderstood
 from accel.llm.recording.recorder import resting
 from accel.patching.fast_forward import as_written
-from accel.patching.probe import compile_ahead
 from accel.patching.rule import Change, Context, ForwardPatch, Match, Rule, Site, Skip, first_of
 from accel.patching.structure import meta_weights, side_effects
 from accel.tolerances import LOGITS, bound
@@ -233,7 +232,6 @@ def _try(forward: EncoderForward, example: dict[str, Any]) -> None:
         # There rows of padding hang on the attention that the model was made with.
         turned = [pairs.pop(2)] if mask in forward.names and forward.sight.distances else []
         with _applied(forward, _patches(forward)):
-            compile_ahead(lambda: [_differs(forward, *pair) for pair in pairs[:2]], main.device)
             fitting: list[bool] = []
             for forward.shows in (False, True):
                 tried = (_differs(forward, *pair) for pair in pairs)

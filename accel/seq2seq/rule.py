@@ -35,7 +35,6 @@ from accel.llm.recording.position_table import WithinTables
 from accel.llm.recording.record import NotUnderstood
 from accel.llm.recording.recorder import model_side_effects, resting
 from accel.patching.fast_forward import as_written
-from accel.patching.probe import compile_ahead
 from accel.patching.rule import Change, Context, ForwardPatch, Match, Patch, Site, Skip
 from accel.patching.structure import meta_weights, placement, side_effects
 from accel.seq2seq.decoder import Seq2SeqForward
@@ -204,9 +203,7 @@ class StepTrial:
     def again(self) -> None:
         """Compares the same texts, by layers that are fused."""
         forward = self.forward
-        begun = [self.call(one.more, BEGUN, BEGUN + 1, copy.deepcopy(one.begun)) for one in self.texts]
         with patched(forward):
-            compile_ahead(lambda: [forward.fast(**call) for call in begun], self.ids.device)
             if not forward.whole:
                 self.pads()
             for text in self.texts:

@@ -10,6 +10,7 @@ import accel.encoders.packing
 from accel.cuda_graphs.small_calls import MOST_TOKENS, SmallCalls
 from accel.encoders.packing import Sight, bucket, padded, unpadded
 from accel.errors import Unfit
+from support.noted import noted
 from support.objects.encoders import fallbacks, ids_and_mask, made
 
 X = torch.randn(3, 37, 16, generator=torch.Generator().manual_seed(0))
@@ -56,12 +57,11 @@ def test_rows_of_padding_from_which_a_mask_hides_all():
         padded(X, MASK, False, Sight(True, False, False, True, alike=True)).packing(X)
 
 
-def test_nothing_is_known_of_rows_while_kernels_are_compiled(monkeypatch):
-    rows = padded(X, MASK, False, Sight(False, False, False, True), graph=True)
-    rows.facts.fill_(-(2**40))  # as memory is found
+def test_rows_are_known_while_kernels_are_only_compiled(monkeypatch):
+    """Which are places, from which a GPU then reads."""
     monkeypatch.setattr(accel.encoders.packing, "warming_up", lambda: True)
-    found = rows.packing(X)
-    assert (found.size, found.longest) == (bucket(X.shape[:2].numel()), 64) and not rows.differ
+    ran = noted(monkeypatch, accel.encoders.packing.packed_rows.__class__, "__call__", lambda *given: True)
+    assert int(padded(X, MASK, True, Sight(False, True, False, True)).facts[0]) == int(LENGTHS.sum()) and not ran
 
 
 def test_texts_without_padding_in_the_size_of_a_graph():

@@ -9,8 +9,6 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.modeling_outputs import BaseModelOutput
 
 import accel
-from accel.encoders import rule as encoder_rule
-from accel.seq2seq import rule as seq2seq_rule
 from support.objects.seq2seq import (
     LAYERS,
     MAKES,
@@ -158,15 +156,6 @@ def test_a_text_that_is_all_padding_runs_stock(family):
     before = [one[2] for one in accel.report(model).fallbacks]
     assert_same(model, stock, call, options())
     assert [one[2] for one in accel.report(model).fallbacks] == before
-
-
-def test_what_a_trial_launches_is_compiled_before_it(monkeypatch):
-    ran = []
-    monkeypatch.setattr(encoder_rule, "compile_ahead", lambda launch, device: ran.append(launch()))
-    monkeypatch.setattr(seq2seq_rule, "compile_ahead", lambda launch, device: ran.append(launch()))
-    model, stock = optimized("T5")
-    assert [len(one) for one in ran] == [3, 2]  # texts of steps, and calls of the encoder
-    assert_same(model, stock, source("T5"), options())
 
 
 def test_padding_of_a_model_of_several_texts_is_not_known():

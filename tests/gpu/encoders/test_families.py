@@ -165,6 +165,10 @@ def test_own_code_encodes_for_a_decoder():
     assert not accel.report(model).fallbacks
 
 
+BARK = {"block_size": 40, "hidden_size": 32, "num_heads": 4, "num_layers": 2, "input_vocab_size": 64}
+BARK["output_vocab_size"] = 64
+
+
 @torch.no_grad()
 def test_what_is_tried_reads_no_table_behind_its_end():
     """Which on a CPU is an error that is caught, and here the end of the process."""
@@ -177,6 +181,7 @@ def test_what_is_tried_reads_no_table_behind_its_end():
         t.RobertaForCausalLM(config),
         multimodal.MODELS["glm4v"]()[0],
         t.T5ForConditionalGeneration(t.T5Config()),
+        t.BarkSemanticModel(t.BarkSemanticConfig(**BARK)),
     ):
         accel.optimize(model.cuda().eval())
         torch.cuda.synchronize()
