@@ -108,11 +108,12 @@ def tiny_prompt(model: "PreTrainedModel") -> torch.Tensor:
 
 def tiny_call(model: "PreTrainedModel") -> dict[str, Any]:
     """Keywords of a call: ids of a prompt, or images or sound; and ids of a decoder where it has one beside."""
-    from accel.encoders.inputs import inputs_of, small_call
+    from accel.encoders.inputs import encoders_in, inputs_of, small_call
 
     names, call = inspect.signature(type(model).forward).parameters, {}
     if "input_ids" not in names:
-        encoder: Any = model.get_encoder() if "decoder_input_ids" in names else model
+        inner = next(iter(encoders_in(model).values()), model)  # whose configuration says how large its inputs are
+        encoder: Any = model.get_encoder() if "decoder_input_ids" in names else inner
         if (inputs := inputs_of(encoder)) is not None:
             call = small_call(encoder, inputs)
     call = call or {"input_ids": tiny_prompt(model)}
