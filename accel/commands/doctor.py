@@ -38,7 +38,8 @@ def doctor(
         task = progress.add_task("", total=None)
         found = diagnose(place, lambda step: progress.update(task, description=step))
     _tell(console, found, known)
-    console.print(f"written to {results.write(found, out)}")
+    with user_errors("--out", OSError):
+        console.print(f"written to {results.write(found, out)}")
     wrong = ("differs", "failed", "was refused")
     if any(word in row["outcome"] for row in found["kernels"] for word in wrong):
         raise typer.Exit(1)

@@ -90,13 +90,15 @@ class Card:
     @classmethod
     def of(cls, fields: dict[str, Any]) -> "Card":
         """From `to_dict`, or from JSON. Raises TypeError and ValueError for what is no card."""
-        major, minor = map(int, fields["compute"])
+        major, minor = fields["compute"]
         known = fields | {"compute": major, "bus": fields.get("bus", 1.0)}
         counts = "compute", "processors", "shared_memory"
-        wrong = [name for name in counts if not isinstance(known[name], int) or known[name] < 1]
+        wrong = [name for name in counts if type(known[name]) is not int or known[name] < 1]
+        wrong += ["compute"] * (type(minor) is not int or minor < 0)
         wrong += [name for name in ("memory", "l2", "bandwidth", "rate") if not 0 <= known.get(name, 0) < inf]
         if wrong or not 0 < known["bus"] <= 1:
-            raise ValueError(", ".join(f"{name}={known[name]!r}" for name in wrong or ["bus"]))
+            told = known | {"compute": fields["compute"]}
+            raise ValueError(", ".join(f"{name}={told[name]!r}" for name in dict.fromkeys(wrong or ["bus"])))
         return cls(**fields | {"compute": (major, minor)})
 
 
@@ -118,7 +120,7 @@ def read_card(file: Path) -> Card:
     """The card of a file that `accel doctor` wrote. Raises OSError, and ValueError where there is none in it."""
     try:
         return Card.of(json.loads(file.read_text())["card"])
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{file} has no card: {error}") from None
 
 

@@ -106,12 +106,14 @@ def test_what_is_no_card_is_told(wanted, told):
     [
         {"processors": 0}, {"processors": "28"}, {"shared_memory": None}, {"compute": [8]}, {"compute": [-1, 0]},
         {"memory": "12GB"}, {"bandwidth": float("nan")}, {"rate": -1}, {"bus": 0}, {"cores": 3}, 5,
+        {"compute": [9.7, 0]}, {"processors": True}, "[" * 100_000,
     ],
 )  # fmt: skip
 @pytest.mark.share(1)
 def test_a_file_of_no_card_is_told(wrong, tmp_path):
     file = tmp_path / "card.json"
-    file.write_text(json.dumps({"card": CARDS[0].to_dict() | wrong if isinstance(wrong, dict) else wrong}))
+    whole = json.dumps({"card": CARDS[0].to_dict() | wrong if isinstance(wrong, dict) else wrong})
+    file.write_text(wrong if isinstance(wrong, str) else whole)
     with pytest.raises(ValueError, match="card.json has no card: "):
         read_card(file)
 
