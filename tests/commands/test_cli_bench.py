@@ -10,6 +10,7 @@ import torch
 
 from accel.bench.diffusion.cases import CASES
 from support.command_line import CALL, DIGITS, run_command
+from support.everything import EVERYTHING
 
 
 @pytest.mark.share(1)
@@ -71,6 +72,7 @@ def test_bench_with_activations_in_8_bits(tmp_path):
     assert {"over the same weights", "rounded rows", "their products"} == set(found["quality"]["parts"])
 
 
+@pytest.mark.skipif(not EVERYTHING, reason="seconds of work; ACCEL_TEST_EVERYTHING=1 runs it")
 def test_bench_of_a_pipeline_folder(tmp_path):
     result = run_command("bench", DIGITS, *CALL, "--size", "48", "--batch", "2", "--seconds", "0.1", "--out", tmp_path)
     assert result.exit_code == 0, result.output

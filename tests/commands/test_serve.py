@@ -9,6 +9,7 @@ import pytest
 
 import accel
 from support.command_line import run_command
+from support.everything import EVERYTHING
 from support.llm.batching.serving import FOLDER, complete, end, manager_of, post, serving, settled, streamed
 
 TEXTS = ["The", "It was", "Once upon a time there", "She said that", "Of all the people"]
@@ -36,6 +37,7 @@ def test_completions_and_chats_are_those_of_the_model(server, stock):
     settled(server)
 
 
+@pytest.mark.skipif(not EVERYTHING, reason="seconds of work; ACCEL_TEST_EVERYTHING=1 runs it")
 def test_many_clients_at_once(server, stock):
     """More than there is memory for: some wait, and none is lost."""
     wanted = {(text, most): stock.answer(text, most) for text in TEXTS for most in (3, 16)}

@@ -112,6 +112,7 @@ def test_controlnet(run):
     assert "patched: controlnet" in printed
 
 
+@pytest.mark.skipif(not EVERYTHING, reason="seconds of work; ACCEL_TEST_EVERYTHING=1 runs it")
 def test_lora_switching(run):
     pytest.importorskip("peft")
     rows = re.findall(

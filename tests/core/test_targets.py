@@ -296,7 +296,7 @@ LATER = {
 
 
 @pytest.mark.parametrize("name", sorted(TASKS.keys() & SUPPORTED_TASKS.keys()))
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @pytest.mark.filterwarnings("ignore")
 def test_every_task_of_the_pipelines_of_transformers(name, calls):
     def answer():

@@ -9,6 +9,7 @@ import torch
 import accel
 from accel.patching.code import OWN
 from accel.quantization.module import QuantizedLinear
+from support.everything import EVERYTHING
 from support.llm.edits.code import CHANGES, halved, put
 from support.llm.edits.places import attention
 from support.llm.families import in_turn, layers, make, padded
@@ -310,6 +311,7 @@ def test_hooks_of_transformers_itself_stay(pair):
         assert accel.report(ours).fallbacks == counted
 
 
+@pytest.mark.skipif(not EVERYTHING, reason="seconds of work; ACCEL_TEST_EVERYTHING=1 runs it")
 def test_generate_of_a_compiled_forward_keeps_the_librarys_cache(pair):
     ours, stock = pair("mistral")
     ids, mask = padded((7, 7))

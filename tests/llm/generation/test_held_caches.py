@@ -14,6 +14,7 @@ from accel.libraries.cache import cache_of as cache_of_output
 from accel.llm.generation.prefill import FINE, MOST_PROMPT, STEP, bucket_for, by_graph, kernel_key_of, pad_to_bucket
 from accel.llm.kv_cache.cache import StoreLayer
 from accel.patching.fallback_log import FallbackLog
+from support.everything import EVERYTHING
 from support.llm.calls import new_cache, unaliased
 from support.llm.families import BY_NAME, FAMILIES, make, padded, prompt
 from support.llm.filled_prefill import Anywhere, new_pair, shapes, talk
@@ -89,6 +90,7 @@ def waiting(cache):
     return cache
 
 
+@pytest.mark.skipif(not EVERYTHING, reason="seconds of work; ACCEL_TEST_EVERYTHING=1 runs it")
 @pytest.mark.parametrize("name", ["llama-one-layer", "mistral"])
 @pytest.mark.parametrize("gradients", [False, True], ids=["", "gradients"])
 def test_a_compiler_is_handed_the_librarys_cache(name, gradients, pair_of):

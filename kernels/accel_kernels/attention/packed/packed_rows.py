@@ -121,7 +121,7 @@ CASES = (
     _case("turned", [7, 1, 600], 600, 8, alike=True, left=True, placed=True, turns=True, small=True),
     _case("holes", [7, 5, 20], 20, idle=1, holes=True, hidden=True, small=True),
     _case("empty", [0, 2], 3, small=True),
-    _case("many", [2, 1, 3] * 90, 3, hidden=True, more=2000, small=True),
+    _case("many", [2, 1, 3] * 90, 3, more=2000, small=True),
     _case("bert", MIXED, 500, 768, alike=True),
 )
 
