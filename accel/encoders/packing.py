@@ -176,10 +176,10 @@ def padded(
         placed=sight.places,
         turns=sight.distances,
     )
-    facts, there = found.facts.to("cpu", non_blocking=True), None
+    facts, there = found.facts.to("cpu", non_blocking=found.facts.is_cuda), None
     if found.facts.is_cuda:
         there = torch.cuda.Event()
-        there.record()
+        there.record(torch.cuda.current_stream(found.facts.device))  # which need not be the current device's
     return PaddedRows(found, facts, there, sight, graph, not unknown and x is not None)
 
 
