@@ -186,9 +186,8 @@ class EncoderForward(FastForward):
         step = EncoderStep([self.layers[at] for at in self.order], run, self.biases, stops)
         step.ids, step.shows = named.get(self.inputs.main), shows
         if mask is not None and not self.small and self.inputs.main not in SOUNDS:
-            step.padded = self.padded(
-                mask, step.ids, None, shows
-            )  # so the GPU looks at it while the model's own code begins
+            # Now, so that the GPU looks at it while the model's own code begins.
+            step.padded = self.padded(mask, step.ids, None, shows)
         if not self.shows:
             named.pop(self.inputs.mask, None)
         told = {} if self.sizes is None else self.sizes(named[GRIDS])

@@ -25,9 +25,8 @@ from accel.offload.ring import Ring
 from accel.patching.fast_forward import FastForward
 
 GRAIN = 8 * ROW  # bytes of which sums are taken
-MEASURING = (
-    threading.Lock()
-)  # held in a call that is measured: the peak is the process's, and begins anew for one alone
+# Held in a call that is measured: the peak is the process's, and begins anew for one alone.
+MEASURING = threading.Lock()
 
 
 class StreamedModel(PlacedModel):
