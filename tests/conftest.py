@@ -97,7 +97,7 @@ def seeded():
 
 GOLDEN = 0.6180339887  # its multiples, modulo 1, fall evenly whatever a table's rows repeat after
 # By the least rows of a table that has no share of its own: one in how many is enough.
-SHARES = {16: 32, 8: 16, 2: 8}
+SHARES = {16: 64, 8: 32, 2: 16}
 
 
 def pytest_collection_modifyitems(config, items):
