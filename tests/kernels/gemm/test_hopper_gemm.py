@@ -9,7 +9,10 @@ import torch
 
 pytest.importorskip("triton")
 
+import triton
+import triton.language as tl
 from accel_kernels import Norm, Quantized, QuantizedRows, hopper_gemm, linear_geglu
+from accel_kernels.elementwise.activations_triton import activate_fast
 from accel_kernels.gemm import gluon_triton
 from accel_kernels.gemm.epilogue import Epilogue
 from accel_kernels.gemm.hopper import finish_triton, hopper_gemm_triton, load_triton
@@ -17,7 +20,7 @@ from accel_kernels.gemm.hopper.finish_triton import FinishArguments
 from accel_kernels.gemm.hopper.hopper_gemm_triton import FUSED, WIDER
 from accel_kernels.gemm.quantized.operands import permuted_activations_triton as permute_activations
 from accel_kernels.gemm.quantized.operands import wgmma_operands_triton as warpgroup_factor
-from accel_kernels.norm.norm import reference
+from accel_kernels.norm.norm import ACTIVATIONS, reference
 
 from support.kernels.warp_partitions import Partitions
 from support.kernels.warpgroups import Array, Descriptor, Gluon, Pointer, rebuilt
@@ -47,8 +50,8 @@ def emulate(
         tma=machine, start_load=machine.start_load, start_store=machine.start_store,
         warpgroup_mma=machine.warpgroup_mma, warpgroup_mma_wait=machine.warpgroup_mma_wait,
         fence_async_shared=lambda: None, all_threads=lambda: None,
-        activate=lambda y, kind: Array(np.maximum(y.data, 0)), RENAMED=True, WIDTH=64, FIRST=0, SECOND=1, GROUP=group,
-        WORKER_WARPS=[4, 1], WORKER_REGISTERS=[232, 40], range=lambda *to: map(Array, range(*map(int, to))),
+        activate_fast=lambda y, kind: Array(np.maximum(y.data, 0)), RENAMED=True, WIDTH=64, FIRST=0, SECOND=1,
+        GROUP=group, WORKER_WARPS=[4, 1], WORKER_REGISTERS=[232, 40], range=lambda *to: map(Array, range(*map(int, to))),
     )  # fmt: skip
     (m, k), n, gate = x.shape, len(weights[0]), len(weights) == 2
     (height, columns), y = box, np.full((m, n), np.nan)
@@ -232,3 +235,24 @@ def test_arranged(format, norm, dtype):
     assert ((found.double() - wanted).abs() <= step * wanted.abs() + 1e-6).all()
     pieces = found.float().unflatten(1, (-1, 128 if format == "int4" else 64))
     assert torch.allclose(sums[:, :3].T, pieces.sum(2), rtol=1e-5, atol=1e-5)
+
+
+@triton.jit
+def _activated(x, y, ACTIVATION: tl.constexpr):
+    i = tl.arange(0, 8192)
+    tl.store(y + i, activate_fast(tl.load(x + i), ACTIVATION))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the compiled kernels")
+@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_activations_by_few_instructions(name):
+    """As exact as 16 bits show, small values too; and what is not finite as torch gives it."""
+    ends = [float("inf"), -float("inf"), float("nan"), -0.0, 0.0, -40.0, 40.0, -1e4, 1e4]
+    x = torch.cat([torch.tensor(ends), torch.linspace(-12, 12, 8192 - len(ends))])
+    found = torch.empty_like(x)
+    _activated[(1,)](x, found, name)
+    wanted = ACTIVATIONS[name](x.double())
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-6, atol=3e-6, equal_nan=True)
+    seen = (x > -6) & (x < 100) & (wanted != 0)
+    assert float(((found - wanted) / wanted).abs()[seen].max()) < 7e-5

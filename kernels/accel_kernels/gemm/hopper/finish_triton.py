@@ -7,7 +7,7 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from accel_kernels.elementwise.activations_triton import activate, gelu
+from accel_kernels.elementwise.activations_triton import activate_fast
 from accel_kernels.gemm.epilogue import Epilogue
 
 
@@ -79,10 +79,8 @@ def finished(y, other, row, column, after, places, DTYPE: gl.constexpr, GATE: gl
         if GATE:
             other += _by_column(after.up_bias, n_idx, n)
     y = _rounded(y, DTYPE, ROUNDED)
-    if ACTIVATION == "gelu":
-        y = _rounded(gelu(y), DTYPE, ROUNDED)
-    elif ACTIVATION is not None:
-        y = _rounded(activate(y, ACTIVATION), DTYPE, ROUNDED)
+    if ACTIVATION is not None:
+        y = _rounded(activate_fast(y, ACTIVATION), DTYPE, ROUNDED)
     if GATE:
         y = _rounded(y * _rounded(other, DTYPE, ROUNDED), DTYPE, ROUNDED)
     y = _rounded(y * after.scale, DTYPE, ROUNDED)
