@@ -51,7 +51,8 @@ def emulate(
         warpgroup_mma=machine.warpgroup_mma, warpgroup_mma_wait=machine.warpgroup_mma_wait,
         fence_async_shared=lambda: None, all_threads=lambda: None,
         activate_fast=lambda y, kind: Array(np.maximum(y.data, 0)), RENAMED=True, WIDTH=64, FIRST=0, SECOND=1,
-        GROUP=group, WORKER_WARPS=[4, 1], WORKER_REGISTERS=[232, 40], range=lambda *to: map(Array, range(*map(int, to))),
+        GROUP=group, WORKER_WARPS=[4, 1], WORKER_REGISTERS=[232, 40],
+        range=lambda *to: map(Array, range(*map(int, to))),
     )  # fmt: skip
     (m, k), n, gate = x.shape, len(weights[0]), len(weights) == 2
     (height, columns), y = box, np.full((m, n), np.nan)
