@@ -12,7 +12,14 @@ from accel_kernels.device import programmatic, shared_memory
 from accel_kernels.gemm.quantize_rows import SHARE, KnownColumns, QuantizedRows, known_columns
 from accel_kernels.norm.norm import NormArguments, kernel_arguments
 from accel_kernels.rowwise.row_numbers import LEAST, MOST, REACH
-from accel_kernels.rowwise.row_numbers_triton import SMALLEST, bounded_tile, magnitude, numbers_tile, scale_tile
+from accel_kernels.rowwise.row_numbers_triton import (
+    SMALLEST,
+    bounded_tile,
+    int8_tile,
+    magnitude,
+    numbers_tile,
+    scale_tile,
+)
 from accel_kernels.sizes import cdiv, power_of_two
 from accel_kernels.warmup import launch
 
@@ -119,6 +126,8 @@ def quantize_rows_kernel(
         y = bounded_tile(tl.div_rn(h, tl.broadcast_to(scale, (BLOCK_K,))), LEAST, MOST, ROUND)  # as the reference says
     elif given_scale_ptr is not None:
         y = bounded_tile(h * tl.div_rn(1.0, tl.load(given_scale_ptr)), LEAST, MOST, ROUND)
+    elif ROUND:
+        y = int8_tile(h, peak, REACH, MOST)
     else:
         y = numbers_tile(h, peak, REACH, LEAST, MOST, ROUND)
     tl.store(data_ptr + row * k + k_idx, y.to(data_ptr.dtype.element_ty), mask=mask)
