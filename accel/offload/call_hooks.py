@@ -3,7 +3,7 @@
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import wraps
 from typing import Any
 
@@ -102,13 +102,12 @@ def hook_blocks(streamed: Any, paths: Collection[str], called: bool = True) -> N
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             for key in [key for key, one in hooks.items() if isinstance(one, BlockHook) and one.model is streamed]:
                 del hooks[key]
-                module._forward_hooks_always_called.pop(key, None)
     for part in {path[:end] for path in paths for end, one in enumerate(f"{path}.") if one == "."}:
         _put_on(streamed, part)
     for path in paths if called else ():
         block = streamed.model.get_submodule(path)
         block.register_forward_pre_hook(BlockHook(streamed, path, False))
-        block.register_forward_hook(BlockHook(streamed, path, True), always_call=True)
+        block.register_forward_hook(BlockHook(streamed, path, True))
 
 
 def streamed_model(module: nn.Module) -> Any:
@@ -121,7 +120,8 @@ def streamed_model(module: nn.Module) -> Any:
 def whole_runs(module: nn.Module, forward: Callable) -> Iterator[Callable]:
     """Gives the forward; where weights of the module stream, each run of it is one by itself, as a capture has to be.
 
-    So are all inside together: a graph, which the host knows nothing of, leaves other blocks in the buffers.
+    So are all inside together: a graph, which the host knows nothing of, leaves other blocks in the buffers. What a
+    capture that is given up was to copy was never copied.
     """
     streamed = streamed_model(module)
     if streamed is None:
@@ -130,7 +130,12 @@ def whole_runs(module: nn.Module, forward: Callable) -> Iterator[Callable]:
 
     @wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
-        result = forward(*args, **kwargs)
+        try:
+            result = forward(*args, **kwargs)
+        except BaseException:
+            with suppress(RuntimeError):  # a capture that has failed takes no more
+                streamed.end_run()
+            raise
         streamed.end_run()
         return result
 

@@ -44,7 +44,7 @@ def stacks_in(model: nn.Module, pieces: list[PlacedWeights]) -> dict[str, FastFo
 class ExpertTables:
     """Where the experts of every layer are, and how often they were read.
 
-    Graphs of a step read and count there: so it stays while the model streams, however many are on the card.
+    Graphs read, count and choose there: so it stays while the model streams, however many are on the card.
     """
 
     def __init__(self, layers: int, experts: int, columns: int, device: torch.device):
@@ -55,6 +55,8 @@ class ExpertTables:
             self.reads = torch.zeros(layers, 2 * experts, device=device)
             self.heat = torch.zeros(layers, experts, device=device)
             self.one = torch.ones(1, device=device)
+            self.slots = torch.zeros(layers, experts, dtype=torch.int64, device=device)  # which expert is there
+            self.home, self.card = torch.zeros_like(self.places[0]), torch.zeros_like(self.places)
 
     def begin(self) -> None:
         """No expert is on the card; what was read heats."""
@@ -103,8 +105,9 @@ class HotExperts:
         with torch.inference_mode(False), torch.no_grad():
             tables.begin()
             self.rows = torch.tensor(rows, device=memory.device)
-            self.slots = torch.zeros(layers, copies, dtype=torch.int64, device=memory.device)  # which expert is there
-            self.home = tables.everyone[:, None] * torch.tensor(steps, device=memory.device) // PLACE_BYTES
+            self.slots = tables.slots[:layers, :copies].zero_()
+            apart = torch.tensor(steps, device=memory.device)
+            self.home = tables.home.copy_(tables.everyone[:, None] * apart // PLACE_BYTES)
             card = torch.zeros(layers, copies, len(steps), dtype=torch.int64, device="cpu")
         self.places, self.spots, self.reads, self.heat = (
             [one[row] for row in rows] for one in (tables.places, tables.spots, tables.reads, tables.heat)
@@ -128,10 +131,10 @@ class HotExperts:
                     PLACE_BYTES, rounding_mode="floor"
                 )
                 at += copies * step
-        self.card = card.to(memory.device)
         for i, forward in enumerate(forwards):
             forward.held = LayerExperts(self, i)  # type: ignore[attr-defined]
         with torch.inference_mode(False), torch.no_grad():
+            self.card = tables.card[:layers, :copies].copy_(card)
             for i, bytes_ in enumerate(self.seen):
                 self.fill(i, pieces[i].bytes if bytes_ is None else bytes_)
         self.calls = self.size = 0
@@ -164,7 +167,7 @@ class HotExperts:
         """The hottest of layer i are copied from these bytes of all."""
         if not self.copies:
             return
-        hot = self.tables.hot()[self.rows[i]].topk(self.copies).indices
+        hot = (self.heat[i] + self.reads[i].unflatten(0, (2, -1)).sum(0)).topk(self.copies).indices
         for every, copied in zip(self._each(i, source), self.copied[i], strict=True):
             if every.device == copied.device:
                 torch.index_select(every, 0, hot, out=copied)
@@ -262,6 +265,6 @@ class LayerExperts:
             if not asleep:
                 with _disable_current_modes(), torch.no_grad():
                     model.follow(i, index, ring.buffers[i % len(ring.buffers)])
+            ring.leave(i)
         finally:
             piece.go(WeightPlacement.CARD, WeightPlacement.RING)
-            ring.leave(i)

@@ -57,7 +57,7 @@ class Ring:
         self.stream = stream
         self.bus = 1.0 if stream is None else card(stream.device).bus
         self.ready = [] if self.stream is None else [torch.cuda.Event() for _ in buffers]
-        self.awaited = [True] * len(buffers)
+        self.pending: set[int] = set()  # buffers whose copies nobody has waited for
         self.staging: Staging | None = None
         if self.stream is not None and len(pinned) < len(sources):
             try:
@@ -68,7 +68,7 @@ class Ring:
     def begin(self, first: int, ahead: bool = True) -> None:
         """The blocks from this one on are on their way, unless some are already, or no other than one is wanted."""
         if not self.begun:
-            self.begun, self.held, self.awaited = True, [None] * len(self.buffers), [True] * len(self.buffers)
+            self.begun, self.held = True, [None] * len(self.buffers)
             for i in range(first, min(first + len(self.buffers), len(self.sources)) if ahead else first):
                 self._fill(i)
 
@@ -86,22 +86,29 @@ class Ring:
             self._fill(i + len(self.buffers))
 
     def end(self) -> None:
-        """A run of the model is over, after which what is in the buffers does not count: the current stream waits for
-        copies that nobody took, since a capture must be one whole.
+        """A run of the model is over or was given up, after which what is in the buffers does not count, and no other
+        waits for its events: the current stream waits for copies that nobody took, since a capture must be one whole.
         """
-        for slot in range(len(self.buffers)):
-            self._wait(slot)
         self.begun = False
+        try:
+            for slot in tuple(self.pending):
+                self._wait(slot)
+        finally:
+            self.pending.clear()
 
     def _wait(self, slot: int) -> None:
-        if self.stream is not None and not self.awaited[slot]:
+        if self.stream is not None and slot in self.pending:
             torch.cuda.current_stream(self.stream.device).wait_event(self.ready[slot])
-        self.awaited[slot] = True
+            self.pending.remove(slot)
 
     def _fill(self, i: int) -> None:
         slot = i % len(self.buffers)
-        source, target = self.sources[i], self.buffers[slot][: self.sources[i].nbytes]
+        self.held[slot] = None
+        self._copy(i, slot)  # which may raise
         self.held[slot] = i
+
+    def _copy(self, i: int, slot: int) -> None:
+        source, target = self.sources[i], self.buffers[slot][: self.sources[i].nbytes]
         with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():  # who notes copies notes none here
             if self.stream is None:
                 target.copy_(source)
@@ -114,4 +121,4 @@ class Ring:
                     else:
                         self.staging.copy(target[:part], source[:part])
                 self.ready[slot].record()
-        self.awaited[slot] = False
+        self.pending.add(slot)

@@ -169,12 +169,14 @@ class StreamedModel(PlacedModel):
             self._bring(streamed, copies)
 
     def _bring(self, streamed: tuple[int, ...], copies: int) -> None:
+        before = self.addresses  # held until others are reserved: graphs of before must not find theirs again
         if (streamed, copies) != (self.streamed, self.copies):
             self.addresses = None
         self.streamed, self.copies, self.on_card = streamed, copies, self.sizes.on_card(streamed, copies)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         arena = self.arena = self._mapped(self.on_card + GRAIN)
+        del before
         inside, at = {self.order[i] for i in streamed}, 0
         for piece in self.pieces:
             if piece.path not in inside:

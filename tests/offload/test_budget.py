@@ -1,7 +1,9 @@
 """`memory=`: what a budget may be, which blocks stream within it, and what a plan tells of that."""
 
 import math
+from contextlib import nullcontext
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from accel.bench.memory import peak_on_paper
 from accel.errors import Refused
 from accel.offload.blocks import sizes_of
 from accel.offload.budget import WeightSizes, predicted_seconds, streamed_blocks
+from accel.offload.call_hooks import StreamedCall, whole_runs
 from accel.offload.ring import Ring, repeated
 from accel.options import Options, bytes_of
 from accel.planning.memory import budget_of
@@ -73,6 +76,46 @@ def test_any_order_finds_its_bytes(order):
             assert torch.equal(ring.buffers[i % 2][: sources[i].nbytes], sources[i])
             ring.leave(i)
         ring.end()
+
+
+def test_a_capture_that_is_given_up_leaves_nothing(monkeypatch):
+    """What it was to copy was never copied, and CUDA refuses its events outside."""
+    module, captures, state = torch.nn.Linear(1, 1), [None, 1, 2, None], SimpleNamespace(capture=None, failed=False)
+
+    def wait(event):
+        if state.failed or event.capture != state.capture:
+            raise RuntimeError("CUDA error: invalid argument")
+
+    def make():
+        made = SimpleNamespace()
+        made.record = lambda: setattr(made, "capture", state.capture)
+        return made
+
+    stream = SimpleNamespace(device=None, wait_stream=lambda other: None, wait_event=wait)
+    monkeypatch.setattr(torch.cuda, "Event", make)
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr("accel.offload.ring.card", lambda device: SimpleNamespace(bus=1.0))
+    sources = [torch.full((4,), i, dtype=torch.uint8) for i in range(5)]
+    ring = Ring([torch.empty(4, dtype=torch.uint8) for _ in range(2)], sources, set(range(5)), stream)
+    vars(module)["_call_impl"] = StreamedCall(SimpleNamespace(model=module, end_run=ring.end))
+
+    def forward():
+        for i, source in enumerate(sources):
+            ring.take(i)
+            assert torch.equal(ring.buffers[i % 2], source)
+            if i == state.capture:
+                state.failed = i == 1
+                raise KeyError("of the forward")
+            ring.leave(i)
+
+    with whole_runs(module, forward) as run:
+        for state.capture in captures:
+            state.failed = False
+            with nullcontext() if state.capture is None else pytest.raises(KeyError):
+                run()
+            for buffer in ring.buffers:
+                buffer.fill_(255)
 
 
 def test_a_plan_counts_what_a_call_makes_beside_the_weights():
