@@ -6,7 +6,7 @@ from itertools import chain
 import torch
 from torch import nn
 
-from accel.libraries.adapters import BASE
+from accel.libraries.adapters import BASE, own_parts
 from accel.libraries.hooks import forward_slots, grouped_on_disk
 from accel.offload.budget import WeightSizes
 from accel.offload.call_hooks import streamed_model
@@ -24,11 +24,15 @@ def streaming_blocks(model: nn.Module) -> dict[str, nn.Module]:
     """
     if experts := stacked_experts(model):
         return experts
-    forwards = [holder.get(name) for module in model.modules() for holder, name in forward_slots(module)]
-    forwards += [getattr(forward, "inner", None) for forward in forwards]
-    fast = [forward for forward in forwards if isinstance(forward, FastForward)]
+    fast = _fast_forwards(model)
     read = {id(part) for forward in fast for part in chain(*forward.parts()) if part is not forward.module}
     return dict(_blocks(model, "", read, nbytes(model) / SHARE))
+
+
+def _fast_forwards(model: nn.Module) -> list[FastForward]:
+    forwards = [holder.get(name) for module in model.modules() for holder, name in forward_slots(module)]
+    forwards += [getattr(forward, "inner", None) for forward in forwards]
+    return [forward for forward in forwards if isinstance(forward, FastForward)]
 
 
 def stacked_experts(model: nn.Module) -> dict[str, nn.Module]:
@@ -78,7 +82,8 @@ def streamable(model: nn.Module, blocks: dict[str, nn.Module]) -> list[list[torc
     """Of each block the weights that nobody reads but its call: matrices, in memory that is theirs alone.
 
     Vectors stay: they are small, and a block's last operation may be fused with the norm of the next one. So do masks
-    and tables of places, which guards read before a call, and the first weight of all, which tells where a model is.
+    and tables of places, which guards read before a call, and the first weight of all, which tells where a model is;
+    adapters, which are copied for a graph before a call; and what is computed for several blocks at once.
     """
     held = [list(filter(_is_matrix, weights_in(block))) for block in blocks.values()]
     owner: dict[int, set[int]] = {}
@@ -89,8 +94,10 @@ def streamable(model: nn.Module, blocks: dict[str, nn.Module]) -> list[list[torc
     shared = first | {id(one) for tensors in held for one in tensors if len(owner[storage_of(one)]) > 1}
     twice = [id(one) for tensors in held for one in tensors]
     shared |= {one for one in twice if twice.count(one) > 1} if len(set(twice)) < len(twice) else set()
-    adapted = [weights_in(one) for one in model.modules() if BASE in one._modules]  # multiplied wherever the base is
-    shared |= {id(one) for own in adapted if any(id(one) in shared for one in own) for one in own}
+    adapted = (part for one in model.modules() if BASE in one._modules for part in own_parts(one))
+    shared |= {id(one) for part in adapted for one in chain(part._parameters.values(), part._buffers.values())}
+    together = {id(layer): layer for forward in _fast_forwards(model) for layer in forward.joint()}
+    shared |= {id(one) for layer in together.values() for one in weights_in(layer)}
     return [[one for one in tensors if id(one) not in shared] for tensors in held]
 
 

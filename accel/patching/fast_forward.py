@@ -1,7 +1,7 @@
 """The fast forward of one module: runs fused where that is safe, and the stock forward where it is not."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field, fields
@@ -221,6 +221,10 @@ class FastForward(InstanceMethod):
     def parts(self) -> Parts:
         """All whose work `fast` does itself, also the module; none if it only calls them."""
         return Parts()
+
+    def joint(self) -> Iterable[Any]:
+        """Modules that are computed at once for several forwards, this among them, when the first of these runs."""
+        return ()
 
     def answered_layers(self) -> tuple:
         """Those inside that are called where they are of another class than matched; None for missing ones."""

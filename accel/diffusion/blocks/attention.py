@@ -4,6 +4,8 @@ The module's forward is replaced, not its processor: a processor the user sets, 
 the next call and runs as it would without us.
 """
 
+from collections.abc import Iterable
+from itertools import chain
 from typing import Any
 
 import torch
@@ -95,6 +97,9 @@ class AttentionForward(FastForward):
             mask = mask.view(batch, heads, -1, mask.shape[-1])
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         return out.transpose(1, 2).reshape(q.shape[0], -1, q.shape[1] * q.shape[3])
+
+    def joint(self) -> Iterable[nn.Module]:
+        return chain(*self.prompt.groups)
 
     def adds_nothing(self) -> bool:
         """Whether the output projection is all there is: no residual of its own, no scale."""

@@ -4,6 +4,8 @@ Two fused norms, each with what lies between it and the convolution before, and 
 He et al., "Identity Mappings in Deep Residual Networks", 2016, with the time embedding of Ho et al., 2020.
 """
 
+from collections.abc import Iterable
+from itertools import chain
 from typing import Any
 
 import torch
@@ -38,6 +40,9 @@ class ResnetForward(FastForward):
         m = self.module
         layers = (m.conv1, m.conv2, m.conv_shortcut, m.time_emb_proj)
         return Parts((m, m.nonlinearity, getattr(m, "dropout", None)), (m.norm1, m.norm2), layers)
+
+    def joint(self) -> Iterable[nn.Module]:
+        return chain(*self.times.groups)
 
     def fast(self, input_tensor: torch.Tensor, temb: Any = None) -> torch.Tensor:
         m, k = self.module, self.kernels
