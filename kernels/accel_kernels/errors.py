@@ -1,6 +1,7 @@
 """Errors while backends and algorithms are tried: a GPU that has failed ends the call, the others are logged."""
 
 import logging
+import traceback
 
 import torch
 
@@ -17,6 +18,8 @@ FAULTS = (
     "invalid program counter",
     "uncorrectable ECC",
 )
+# Where Triton makes a kernel: where an assembler, a compiler of C or room on the disk is missing, any error is raised.
+MAKING = ("triton.compiler", "triton.backends", "triton.knobs", "triton.runtime.build", "triton.runtime.cache")
 
 
 class KernelRefused(RuntimeError):
@@ -31,13 +34,17 @@ class KernelRefused(RuntimeError):
 def of_compiler(error: BaseException) -> bool:
     """Whether the error says that a kernel does not compile, fit or load, after which others run as before.
 
-    Triton has classes for most; its passes and the driver raise RuntimeError.
+    Triton has classes for most; its passes and the driver raise RuntimeError, and what it calls whatever it likes.
     """
     if type(error).__module__.partition(".")[0] == "triton":
         return True
     words = str(error)
-    told = "PassManager::run failed" in words or ("Triton Error [CUDA]" in words and "out of memory" not in words)
-    return isinstance(error, RuntimeError) and told and not any(fault in words for fault in FAULTS)
+    if out_of_memory(error) or any(fault in words for fault in (*FAULTS, "out of memory")):
+        return False
+    if isinstance(error, RuntimeError) and ("PassManager::run failed" in words or "Triton Error [CUDA]" in words):
+        return True
+    frames = traceback.walk_tb(error.__traceback__)
+    return any(str(frame.f_globals.get("__name__")).startswith(MAKING) for frame, _ in frames)
 
 
 def out_of_memory(error: BaseException) -> bool:

@@ -118,7 +118,8 @@ def _load_all(now: Warmup, threads: ThreadPoolExecutor) -> None:
         for kernel in {id(one): one for one in now.compiled}.values():
             with refusals_aside():
                 kernels.append(_ready(kernel))
-        list(threads.map(_build_launcher, kernels))
+        with refusals_aside():
+            list(threads.map(_build_launcher, kernels))
         for kernel in kernels:
             with refusals_aside():
                 kernel._init_handles()

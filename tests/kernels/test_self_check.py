@@ -2,6 +2,7 @@
 
 import dataclasses
 import sys
+from subprocess import CalledProcessError
 from types import SimpleNamespace
 
 import pytest
@@ -22,17 +23,31 @@ compilation = pytest.importorskip("triton.compiler.errors")
 CARD = Card("made up", (8, 6), 28, 99 * 1024)
 
 
+def raised_in(module: str, error: Exception) -> Exception:
+    """The error, as a module of this name raises it."""
+    scope = {"__name__": module, "error": error}
+    exec("def fail():\n    raise error", scope)
+    with pytest.raises(type(error)) as raised:
+        scope["fail"]()
+    return raised.value
+
+
 REFUSALS = [
     errors.OutOfResources(139264, 101376, "shared memory"),
     errors.PTXASError("Feature 'wgmma' requires .target sm_90a"),
     compilation.CompilationError("", None, "type fp8e4nv not supported in this architecture"),
     RuntimeError("PassManager::run failed"),
     RuntimeError("Triton Error [CUDA]: device kernel image is invalid"),
+    raised_in("triton.knobs", RuntimeError("Cannot find ptxas")),
+    raised_in("triton.runtime.build", CalledProcessError(1, ["gcc", "main.c"])),
+    raised_in("triton.runtime.cache", PermissionError(13, "Permission denied")),
 ]
 OTHERS = [
     RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"),
     RuntimeError("Triton Error [CUDA]: out of memory"),
     ValueError("of the caller"),
+    raised_in("triton.backends.nvidia.driver", torch.OutOfMemoryError("CUDA out of memory")),
+    raised_in("triton.runtime.jit", TypeError("dynamic_func() missing 1 required positional argument")),
 ]
 
 
