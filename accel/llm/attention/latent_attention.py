@@ -9,17 +9,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from accel_kernels import Norm
+from accel_kernels import LowRank, Norm
 from accel_kernels.attention.paged.paged_attention import rotated
 from torch import nn
 
 from accel.comparison import agree, factor, named_factor
+from accel.libraries.adapters import base
 from accel.llm.attention.attention import AttentionSpec, UnderstoodAttention
 from accel.llm.attention.gated_attention import GATE_ACTIVATIONS, gated_ends, gated_result
 from accel.llm.attention.rotary import Rotary, rotary_candidates
 from accel.llm.attention.softmax_attention import told
 from accel.llm.kv_cache.shape import LatentShape
-from accel.llm.parts.linear import weights
+from accel.llm.parts.linear import Weights, weights
 from accel.llm.parts.norm import NormSpec, norm_spec
 from accel.llm.parts.part import BoundLinear, BoundNorm, BoundProjections, NormedInput
 from accel.llm.parts.step import Step
@@ -28,6 +29,7 @@ from accel.llm.recording.record import Attended, Call, LayerRecord, NotUnderstoo
 from accel.patching.fast_forward import Kernels
 from accel.patching.guard import as_understood, changed_since, plain_settings
 from accel.patching.structure import comes_when_called
+from accel.quantization.adapters import read_low_rank
 
 
 @dataclass(frozen=True)
@@ -137,11 +139,10 @@ class LatentSpec(AttentionSpec):
 
     def products(self, layer: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
         """What makes a head's own part of keys, (heads, nope, rank), and its values, (heads, values, rank)."""
-        up = weights(layer.get_submodule(self.up))
-        weight = None if up is None else up.operands()[0]
-        if weight is None:
+        up, adapters = adapted_weights(layer.get_submodule(self.up), torch.float32)
+        if up is None or adapters is None:
             raise NotUnderstood(changed_since(self.up))
-        plain = weight if isinstance(weight, torch.Tensor) else weight.dequantized(torch.float32)
+        plain = written_out(up.operands()[0], adapters, torch.float32)
         keys, values = plain.unflatten(0, (-1, self.nope + self.values)).split((self.nope, self.values), dim=1)
         return keys, values
 
@@ -160,13 +161,13 @@ class BoundLatentAttention:
             raise NotUnderstood("the norm of its latents is another now")
         self.norm = spec.norm.kind.of(norm)
         self.dtype = torch.float32 if self.norm.weight is None else self.norm.weight.dtype
-        up = weights(layer.get_submodule(spec.up))
-        if up is None or up.transposed or up.ranks is not None or up.operands()[1] is not None:
+        up, adapters = adapted_weights(layer.get_submodule(spec.up), self.dtype)
+        if up is None or adapters is None or up.transposed or up.ranks is not None or up.operands()[1] is not None:
             raise NotUnderstood("what makes keys and values of its latents is no plain linear")
-        self.up, self.written = up, None
+        self.up, self.adapters, self.written = up, adapters, None
         # The op reads plain numbers: they are few beside the other weights. What streams is not there yet.
         if up.quantized and not comes_when_called(layer):
-            self.written = self.weight()
+            self.written = written_out(up.operands()[0], (), self.dtype)
 
     def __call__(self, kernels: Kernels, step: Step, h: NormedInput, kwargs: dict) -> torch.Tensor:
         """See `BoundAttention`."""
@@ -183,9 +184,9 @@ class BoundLatentAttention:
         return step.angles(rotary.source(kwargs, self.module), rotary, lambda: rotary.angles(kwargs, self.module))
 
     def weight(self) -> torch.Tensor:
-        """That makes keys and values of latents."""
+        """That makes keys and values of latents; anew for each call, as adapters may change in place."""
         held = self.up.operands()[0] if self.written is None else self.written
-        return held if isinstance(held, torch.Tensor) else held.dequantized(self.dtype)
+        return written_out(held, self.adapters, self.dtype)
 
     def scaled_norm(self) -> Norm:
         """Of the latents; made anew where they are multiplied, as the weight may change in place."""
@@ -208,6 +209,20 @@ class BoundLatentAttention:
             cos=cos, sin=sin,
             interleaved=rotary is not None and rotary.interleaved, to_halves=spec.to_halves, dense=kernels.prompt,
         )  # fmt: skip
+
+
+def adapted_weights(linear: nn.Module, dtype: torch.dtype) -> tuple[Weights | None, tuple[LowRank, ...] | None]:
+    """Of a linear and of the adapters around it, for rows of this dtype; None for what does anything else."""
+    inner = base(linear)
+    return weights(inner), () if inner is linear else read_low_rank(linear, dtype)
+
+
+def written_out(weight: Any, adapters: tuple[LowRank, ...], dtype: torch.dtype) -> torch.Tensor:
+    """A weight as plain numbers, with what adapters add to it: the op multiplies queries by it, no latents."""
+    plain = weight if isinstance(weight, torch.Tensor) else weight.dequantized(dtype)
+    for one in adapters:
+        plain = torch.addmm(plain, one.up.to(plain.dtype), one.down.to(plain.dtype), alpha=one.scale)
+    return plain
 
 
 def _latents(layer: LayerRecord, calls: list[Call]) -> Iterator[tuple[Call, Call, float]]:

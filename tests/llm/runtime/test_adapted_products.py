@@ -19,7 +19,7 @@ pytest.importorskip("peft")
 from peft import LoraConfig
 from peft.tuners.lora.model import _adapter_names_pre_forward_hook
 
-JOINT = {"llama": {1, 2, 3}, "gemma2": {1, 2, 3}, "phi3": {1}}  # linears to a product
+JOINT = {"llama": {1, 2, 3}, "gemma2": {1, 2, 3}, "phi3": {1}, "minicpm3": {1, 2}}  # linears to a product
 
 
 @pytest.mark.parametrize("family", JOINT)
