@@ -167,7 +167,8 @@ class BoundLatentAttention:
         self.up, self.adapters, self.written = up, adapters, None
         # The op reads plain numbers: they are few beside the other weights. What streams is not there yet.
         if up.quantized and not comes_when_called(layer):
-            self.written = written_out(up.operands()[0], (), self.dtype)
+            with torch.inference_mode(False), torch.no_grad():  # else only such a mode could write them again
+                self.written = written_out(up.operands()[0], (), self.dtype)
 
     def __call__(self, kernels: Kernels, step: Step, h: NormedInput, kwargs: dict) -> torch.Tensor:
         """See `BoundAttention`."""
@@ -183,9 +184,15 @@ class BoundLatentAttention:
             return None, None
         return step.angles(rotary.source(kwargs, self.module), rotary, lambda: rotary.angles(kwargs, self.module))
 
-    def weight(self) -> torch.Tensor:
-        """That makes keys and values of latents; anew for each call, as adapters may change in place."""
-        held = self.up.operands()[0] if self.written is None else self.written
+    def weight(self, kv: Any) -> torch.Tensor:
+        """What makes keys and values of latents, for tokens of this store; anew where it may change in place: what is
+        written out where a text begins, and what adapters add in each call.
+        """
+        held = self.written
+        if held is None:
+            held = self.up.operands()[0]
+        elif kv.is_prefill if kv.ragged is None else kv.ragged.most_prefills:
+            held.copy_(written_out(self.up.operands()[0], (), self.dtype))
         return written_out(held, self.adapters, self.dtype)
 
     def scaled_norm(self) -> Norm:
@@ -205,7 +212,7 @@ class BoundLatentAttention:
         cos, sin = self.angles(step, kwargs)
         return kernels.latent_attention(
             q.unflatten(-1, (-1, spec.nope + spec.rope)), compressed, kv,
-            self.weight().unflatten(0, (-1, spec.nope + spec.values)), spec.scale, norm=self.scaled_norm(),
+            self.weight(kv).unflatten(0, (-1, spec.nope + spec.values)), spec.scale, norm=self.scaled_norm(),
             cos=cos, sin=sin,
             interleaved=rotary is not None and rotary.interleaved, to_halves=spec.to_halves, dense=kernels.prompt,
         )  # fmt: skip

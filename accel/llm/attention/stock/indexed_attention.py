@@ -115,7 +115,7 @@ class BoundIndexedAttention(BoundLatentAttention):
         angles: tuple[torch.Tensor | None, torch.Tensor | None],
     ) -> torch.Tensor:
         """Stores the new latents and attends to those that are seen, (1 or rows, 1, new, tokens)."""
-        spec, up = self.spec, self.weight().unflatten(0, (-1, self.spec.nope + self.spec.values))
+        spec, up = self.spec, self.weight(kv).unflatten(0, (-1, self.spec.nope + self.spec.values))
         q = q.unflatten(-1, (-1, spec.nope + spec.rope))
         turning = torch.cat((q[..., spec.nope :], compressed[..., None, spec.rank :]), dim=2)
         if spec.rotary is not None:
