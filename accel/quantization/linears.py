@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, TypeAlias
 from torch import nn
 
 from accel.libraries.adapters import BASE
-from accel.quantization.formats.repacked import Repacked, read_words
+from accel.quantization.formats.repacked import Repacked
 from accel.quantization.formats.stored import StoredWeight
-from accel.quantization.formats.stored_weight import read_stored
+from accel.quantization.formats.stored_weight import REPACKED, read_stored
 from accel.quantization.module import QuantizedLinear
 from accel.quantization.scheme import Scheme
 
@@ -42,7 +42,7 @@ def already(module: nn.Module) -> str | None:
     """That its weight is in fewer bits, ours or another library's, as a reason not to quantize it."""
     if type(module) is QuantizedLinear:
         return f"is {module.scheme} already"
-    found = read_stored(module) or read_words(module)
+    found = read_stored(module) or next((one for read in REPACKED if (one := read(module))), None)
     if isinstance(found, StoredWeight | Repacked):
         return f"is {found.weight.format.name if isinstance(found, StoredWeight) else found.kind} already"
     return found and f"is in the format of another library: {found}"

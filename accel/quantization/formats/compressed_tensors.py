@@ -245,6 +245,8 @@ def read_compressed_tensors(module: Any) -> Repacked | str | None:
     weight = held.get("weight")
     if weight is not None and weight.is_floating_point() and weight.dtype not in BYTES:
         return "its weight was dequantized by a call before accel.optimize"
+    if "weight_packed" in held and "weight_shape" not in held:
+        return "numbers in floats of 4 bits are not read"
     forward = vars(module).get("forward")
     if forward is not None and not stock_method(module, forward) and not of_package(forward):
         return f"its forward was replaced ({type(forward).__name__})"

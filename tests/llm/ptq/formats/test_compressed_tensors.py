@@ -261,3 +261,11 @@ def test_quantized_activations_are_said(folders):
             module.quantization_scheme.input_activations = object()
     accel.optimize(model)
     assert all("activations keep their dtype" in reason for _, reason in sites(model).values())
+
+
+def test_floats_of_4_bits_are_named():
+    linear = nn.Linear(32, 2)
+    linear.weight, linear.quantization_scheme = None, object()
+    linear.register_buffer("weight_packed", torch.zeros(2, 16, dtype=torch.uint8))
+    linear.register_buffer("weight_scale", torch.ones(2, 2))
+    assert compressed.read_compressed_tensors(linear) == "numbers in floats of 4 bits are not read"

@@ -151,6 +151,7 @@ def test_bitsandbytes_writes_the_model_out(tmp_path):
     same(logits(model), logits(stock), 0)
 
 
-def test_it_is_not_quantized_again():
-    with pytest.raises(ValueError, match=r"model\.layers\.0\.self_attn\.q_proj: is GPTQ already"):
-        accel.quantize(prequantized("gptq")[0], "int8")
+@pytest.mark.parametrize(("kind", "told"), [("gptq", "GPTQ"), ("bitsandbytes", "bitsandbytes int8")])
+def test_it_is_not_quantized_again(kind, told):
+    with pytest.raises(ValueError, match=rf"model\.layers\.0\.self_attn\.q_proj: is {told} already"):
+        accel.quantize(prequantized(kind)[0], "int8")
