@@ -28,6 +28,8 @@ class PatchEmbeddingForward(FastForward):
             return reason
         if input.dim() != weight.dim() or input.shape[1] != weight.shape[1] or input.dtype is not weight.dtype:
             return "input of another dtype or number of dimensions, or without a batch"
+        if any(size < patch for size, patch in zip(input.shape[2:], self.module.kernel_size, strict=True)):
+            return "an image that is smaller than a patch"  # which stock refuses; a product would give none
         return None if is_patch_embedding(self.module) else "its stride is another than its kernel now"
 
     def parts(self) -> Parts:

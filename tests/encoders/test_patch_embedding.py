@@ -28,6 +28,7 @@ def test_a_patch_embedding_is_one_product(convolution, shape):
     with torch.no_grad():
         torch.testing.assert_close(forward.fast(x), model(x), rtol=1e-5, atol=1e-5)
         assert forward.unfit(x) is None and forward.unfit(x[0]) and forward.unfit(x.double())
+        assert forward.unfit(x[..., : convolution.kernel_size[-1] - 1])  # of which PVT v2 would give logits
 
 
 VIT = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 4}
