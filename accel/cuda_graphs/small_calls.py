@@ -18,10 +18,12 @@ class SmallCalls(PerThread):
     """Calls of few tokens without padding, which one graph of the whole forward serves; of others the layers alone have
     graphs, by how many tokens are packed.
 
-    packed: whether the model packs its tokens, so that it matters. `unpadded`: this thread is in such a small call.
+    packed: whether the model packs its tokens, so that it matters. weighs: whether it computes with the numbers of its
+    mask, of which 1 alone shows a token. `unpadded`: this thread is in such a small call.
     """
 
-    copied, packed = ("packed",), False
+    copied = "packed", "weighs"
+    packed = weighs = False
 
     @property
     def unpadded(self) -> bool:
@@ -47,4 +49,6 @@ class SmallCalls(PerThread):
             return True
         if tokens.shape[:2].numel() > MOST_TOKENS:
             return False
-        return mask is None or (isinstance(mask, torch.Tensor) and mask.dim() == 2 and bool(mask.all()))
+        if not isinstance(mask, torch.Tensor):
+            return mask is None
+        return mask.dim() == 2 and bool((mask == 1 if self.weighs else mask).all())

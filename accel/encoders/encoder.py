@@ -251,6 +251,8 @@ class EncoderForward(FastForward):
         rows = step.padded or self.padded(mask, step.ids, x, step.shows)
         if rows is None or mask.flatten(1).shape != x.shape[:2] or mask.device != x.device:
             raise Unfit("a mask of another shape, or on another device")
+        if self.calls.weighs and not bool(((mask == 0) | (mask == 1)).all()):
+            raise Unfit("a mask of other numbers than 0 and 1, with which its code computes")
         step.packing = rows.largest
         y = step.packing.pack(x)  # before it waits, as what follows
         if all(layer.attention.relative is None for layer in self.layers):  # else it hangs on the longest text

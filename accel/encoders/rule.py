@@ -237,11 +237,24 @@ def _try(forward: EncoderForward, example: dict[str, Any]) -> None:
                 tried = (_differs(forward, *pair) for pair in pairs)
                 if (reason := next(filter(None, tried), None)) is None:
                     fitting.append(forward.shows)
+                    if inputs == TEXT and mask in forward.names:
+                        forward.calls.weighs |= _weighs(forward, example | {mask: 2 * right[mask]})
                     if not any(_differs(forward, *pair) for pair in turned):
                         return
     if not fitting:
         raise NotUnderstood(reason)
     forward.shows, forward.mirrors = fitting[0], False
+
+
+def _weighs(forward: EncoderForward, call: dict[str, Any]) -> bool:
+    """Whether the model computes with numbers of its mask, of which this call has others than 0 and 1."""
+    try:
+        with as_written(), WithinTables():
+            wanted = _seeded(forward.module, forward.stock, call)
+    except Exception as error:  # of numbers that the model refuses
+        reason_of(error)
+        return True
+    return _differs(forward, call, wanted) is not None
 
 
 def _seeded(model: Any, forward: Callable, call: dict) -> Any:
