@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from accel.commands.bench.each_model import measure_each
+from accel.commands.bench.each_model import Cell, measure_each
 from accel.commands.options import DEVICE_HELP, parse_device, user_errors
 
 if TYPE_CHECKING:
@@ -108,13 +108,9 @@ def bench_memory(
 
     Random weights; writes JSON. Ends with 1 where one fails.
     """
-    from accel.bench import results
     from accel.bench.budgets import measure_text
     from accel.bench.diffusion.streaming import measure_budgets
     from accel.bench.llm.configs import CONFIGS
-
-    columns = "4 calls, s", "tok/s", "peak GB", "moved GB a call", "ready s", "error", "experts there", "of those read"
-    shown = results.new_table("", "model", "", *columns, left=2)
 
     def measure(name: str, place: "torch.device") -> Iterator[dict]:
         caps, found = budgets.split(","), {}
@@ -124,12 +120,13 @@ def bench_memory(
             found[key] = one
             yield {"name": name, "memory": found}
 
-    def told(row: dict) -> Iterator[tuple[str, ...]]:
+    def told(row: dict) -> Iterator[tuple[Cell, ...]]:
         for key, one in row["memory"].items():
             numbers = ("s", "{:.3f}"), ("tokens_s", "{:.1f}"), ("peak_gb", "{:.2f}"), ("streamed_gb", "{:.2f}")
             more = ("ready_s", "{:.1f}"), ("error", "{:.1e}"), ("experts", "{}"), ("read_there", "{:.0%}")
-            yield key, *(results.cell(one.get(name), form) for name, form in (*numbers, *more))
+            yield key, *((one.get(name), form) for name, form in (*numbers, *more))
 
     place = parse_device(device)
     about = "calls within a budget of the GPU's memory, beside the model on it as a whole"
-    measure_each("memory", about, names or ["flux"], place, out, measure, told, shown)
+    headings = "4 calls, s", "tok/s", "peak GB", "moved GB a call", "ready s", "error", "experts there", "of those read"
+    measure_each("memory", about, names or ["flux"], place, out, measure, told, "", *headings)

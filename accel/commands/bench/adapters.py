@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from accel.commands.bench.each_model import measure_each, whole_numbers
+from accel.commands.bench.each_model import Cell, measure_each, whole_numbers
 from accel.commands.options import DEVICE_HELP, parse_device
 
 
@@ -26,20 +26,19 @@ def bench_adapters(
 
     Random weights, adapters on every linear of the blocks. Needs peft. Ends with 1 where one fails.
     """
-    from accel.bench import results
     from accel.bench.adapters import measure_adapters, usual
 
     place, sizes, many = parse_device(device), whole_numbers(ranks), whole_numbers(counts)
-    shown = results.new_table("", "model", "adapters x rank", "ms", "ratio", "error", "switch ms", left=2)
     about = "adapters of low rank, not merged, beside the model without"
     measure = partial(measure_adapters, ranks=sizes, counts=many, rows=rows, budget_s=budget)
 
-    def told(row: dict) -> Iterator[tuple[str, ...]]:
+    def told(row: dict) -> Iterator[tuple[Cell, ...]]:
         for key, one in row["variants"].items():
             numbers = (one["median_ms"], "{:,.2f}"), (one["ratio"], "{:.3f}"), (one["error"], "{:.1e}")
-            yield key, *(results.cell(*pair) for pair in numbers), str(one.get("switch_ms", ""))
+            yield key, *numbers, str(one.get("switch_ms", ""))
 
-    measure_each("adapters", about, names or usual(place), place, out, measure, told, shown)
+    headings = "adapters x rank", "ms", "ratio", "error", "switch ms"
+    measure_each("adapters", about, names or usual(place), place, out, measure, told, *headings)
 
 
 def bench_formats(
@@ -55,21 +54,20 @@ def bench_formats(
 
     Random weights, converted in place. Ends with 1 where a model, or a format of it, fails.
     """
-    from accel.bench import results
     from accel.bench.adapters import usual
     from accel.bench.formats import FORMATS, installed_formats, measure_formats
 
     chosen = formats.split(",") if formats else installed_formats()
     if unknown := [one for one in chosen if one not in FORMATS]:
         raise typer.BadParameter(f"{unknown[0]!r} is none of {', '.join(FORMATS)}")
-    shown = results.new_table("", "model", "format", "library ms", "accel ms", "plain ms", "error", left=2)
     measure = partial(measure_formats, formats=chosen, budget_s=budget)
 
-    def told(row: dict) -> Iterator[tuple[str, ...]]:
+    def told(row: dict) -> Iterator[tuple[Cell, ...]]:
         for key, one in row["formats"].items():
             times = (one.get(variant, {}).get("median_ms") for variant in ("library", "accel", "plain"))
-            yield key, *(results.cell(ms, "{:,.2f}") for ms in times), results.cell(one.get("error"), "{:.1e}")
+            yield key, *((ms, "{:,.2f}") for ms in times), (one.get("error"), "{:.1e}")
 
     about = "linears in formats of other libraries, by these and by accel, beside accel with plain weights"
     place = parse_device(device)
-    measure_each("formats", about, names or usual(place), place, out, measure, told, shown)
+    headings = "format", "library ms", "accel ms", "plain ms", "error"
+    measure_each("formats", about, names or usual(place), place, out, measure, told, *headings)

@@ -12,7 +12,8 @@ from accel.progress import progress_bar
 
 if TYPE_CHECKING:
     import torch
-    from rich.table import Table
+
+Cell = str | tuple[float | None, str]  # words, or a number and its form
 
 
 def chosen_models(
@@ -43,12 +44,14 @@ def measure_each(
     place: "torch.device",
     out: Path,
     measure: "Callable[[str, torch.device], dict | Iterator[dict]]",
-    told: Callable[[dict], Iterator[tuple[str, ...]]],
-    shown: "Table",
+    told: Callable[[dict], Iterator[tuple[Cell, ...]]],
+    *headings: str,
+    left: int = 2,
 ) -> None:
     """Each model in turn, kept as JSON as it grows; rows of the table are told(row). Ends with 1 where one fails.
 
     case: of the file's name, and where a row has its parts. measure: gives a row, or it again whenever it has grown.
+    headings, left: of the columns behind the model's, and how many, with that, are words.
     Raises KeyError's kin, BadParameter, for an unknown name.
     """
     import torch
@@ -80,12 +83,12 @@ def measure_each(
                 row["failed"] = logged(error) if isinstance(error, Refused) else reason_of(error, memory=True)
                 results.write(result | provenance(place, usual_dtype), path)
             progress.advance(task)
-    failed = []
+    failed, shown = [], results.new_table("", "model", *headings, left=left)
     for row in rows:
         parts = {row["name"]: row} | {f"{row['name']}, {key}": one for key, one in row.get(case, {}).items()}
         failed += [f"{part}: {one['failed']}" for part, one in parts.items() if "failed" in one]
         for cells in () if "failed" in row and case not in row else told(row):
-            shown.add_row(row["name"], *cells)
+            shown.add_row(row["name"], *(one if isinstance(one, str) else results.cell(*one) for one in cells))
     console.print(shown)
     console.print(f"written to {path}")
     for line in failed:

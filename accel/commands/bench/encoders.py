@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from accel.commands.bench.each_model import chosen_models, measure_each, whole_numbers
+from accel.commands.bench.each_model import Cell, chosen_models, measure_each, whole_numbers
 from accel.commands.options import DEVICE_HELP
 
 
@@ -25,21 +25,20 @@ def bench_encoders(
 
     Random weights; without a tokenizer. Ends with 1 where one fails.
     """
-    from accel.bench import results
     from accel.bench.encoders.texts import ENCODERS, measure_encoder
 
     place, chosen = chosen_models(names, device, ENCODERS)
-    shown = results.new_table("", "model", "way", "tokens/s", "ms", "query ms", "error", "cosine off", left=2)
 
-    def told(row: dict) -> Iterator[tuple[str, ...]]:
+    def told(row: dict) -> Iterator[tuple[Cell, ...]]:
         for way, one in row["ways"].items():
             query, lost = row.get("query", {}).get(way, {}).get("median_ms"), (row["errors"], row["similarities"])
-            cells = (one["tokens_s"], "{:,}"), (one["median_ms"], "{:,.1f}"), (query, "{:.2f}")
-            yield way, *(results.cell(*pair) for pair in (*cells, *((one.get(way), "{:.1e}") for one in lost)))
+            numbers = (one["tokens_s"], "{:,}"), (one["median_ms"], "{:,.1f}"), (query, "{:.2f}")
+            yield way, *numbers, *((one.get(way), "{:.1e}") for one in lost)
 
     measure = partial(measure_encoder, count=texts, size=batch, compiled=compiled, budget_s=budget, int8=int8)
     about = "text encoders over texts of different lengths, by stock and by accel"
-    measure_each("encoders", about, chosen, place, out, measure, told, shown)
+    headings = "way", "tokens/s", "ms", "query ms", "error", "cosine off"
+    measure_each("encoders", about, chosen, place, out, measure, told, *headings)
 
 
 def bench_vision(
@@ -54,22 +53,21 @@ def bench_vision(
 
     Random weights. Ends with 1 where one fails.
     """
-    from accel.bench import results
     from accel.bench.encoders.vision import VISION, measure_vision
 
     place, chosen = chosen_models(names, device, VISION)
     sizes = whole_numbers(batch)
-    shown = results.new_table("", "model", "batch", "way", "images/s", "ms", "error", left=3)
 
-    def told(row: dict) -> Iterator[tuple[str, ...]]:
+    def told(row: dict) -> Iterator[tuple[Cell, ...]]:
         for part in row["batches"]:
             for way, one in part["ways"].items():
-                cells = (one["images_s"], "{:,.0f}"), (one["median_ms"], "{:,.2f}"), (part["errors"].get(way), "{:.1e}")
-                yield str(part["batch"]), way, *(results.cell(*pair) for pair in cells)
+                numbers = (one["images_s"], "{:,.0f}"), (one["median_ms"], "{:,.2f}")
+                yield str(part["batch"]), way, *numbers, (part["errors"].get(way), "{:.1e}")
 
     measure = partial(measure_vision, batches=sizes, compiled=compiled, budget_s=budget)
     about = "vision transformers over batches of images, by stock and by accel"
-    measure_each("vision", about, chosen, place, out, measure, told, shown)
+    headings = "batch", "way", "images/s", "ms", "error"
+    measure_each("vision", about, chosen, place, out, measure, told, *headings, left=3)
 
 
 def bench_pictures(
@@ -82,19 +80,17 @@ def bench_pictures(
 
     Random weights; without a processor. Ends with 1 where one fails.
     """
-    from accel.bench import results
     from accel.bench.encoders.pictures import MODELS, measure_pictures
 
     place, chosen = chosen_models(names, device, MODELS)
-    shown = results.new_table("", "model", "call", "stock ms", "accel ms", left=2)
 
-    def told(row: dict) -> Iterator[tuple[str, ...]]:
+    def told(row: dict) -> Iterator[tuple[Cell, ...]]:
         for kind, ways in row["pictures"].items():
-            yield kind, *(results.cell(ways[way]["median_ms"], "{:,.2f}") for way in ("stock", "accel"))
+            yield kind, *((ways[way]["median_ms"], "{:,.2f}") for way in ("stock", "accel"))
 
     about = "prompts with pictures, by stock and by accel"
     measure = partial(measure_pictures, budget_s=budget)
-    measure_each("pictures", about, chosen, place, out, measure, told, shown)
+    measure_each("pictures", about, chosen, place, out, measure, told, "call", "stock ms", "accel ms")
 
 
 def bench_speech(
@@ -109,18 +105,17 @@ def bench_speech(
 
     Random weights; features are made before; every window gives as many tokens. Ends with 1 where one fails.
     """
-    from accel.bench import results
     from accel.bench.encoders.speech import SPEECH, measure_speech
 
     place, chosen = chosen_models(names, device, SPEECH)
-    shown = results.new_table("", "model", "call", "way", "ms", "x real time", "same tokens", left=3)
 
-    def told(row: dict) -> Iterator[tuple[str, ...]]:
+    def told(row: dict) -> Iterator[tuple[Cell, ...]]:
         for part in row["calls"]:
             for way, one in part["ways"].items():
-                cells = (one["median_ms"], "{:,.1f}"), (one["real_time"], "{:,.0f}"), (part["same"], "{:.1%}")
-                yield part["call"], way, *(results.cell(*pair) for pair in cells)
+                numbers = (one["median_ms"], "{:,.1f}"), (one["real_time"], "{:,.0f}"), (part["same"], "{:.1%}")
+                yield part["call"], way, *numbers
 
     measure = partial(measure_speech, clips=clips, windows=windows, budget_s=budget)
     about = "Whisper's generate(), by stock and by accel"
-    measure_each("speech", about, chosen, place, out, measure, told, shown)
+    headings = "call", "way", "ms", "x real time", "same tokens"
+    measure_each("speech", about, chosen, place, out, measure, told, *headings, left=3)

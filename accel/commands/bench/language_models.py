@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from accel.commands.bench.each_model import measure_each, whole_numbers
+from accel.commands.bench.each_model import Cell, measure_each, whole_numbers
 from accel.commands.options import DEVICE_HELP, parse_device, user_errors
 
 
@@ -28,7 +28,6 @@ def bench_llm(
     Decode steps by batch and context, memory, and a prompt. Ends with 1 where it fails or is wrong.
     """
     import accel
-    from accel.bench import results
     from accel.bench.llm.generate import measure_generate
 
     place, rows, contexts = parse_device(device), whole_numbers(batch), whole_numbers(context)
@@ -36,15 +35,15 @@ def bench_llm(
     options = {name: value for name, value in given.items() if value is not None}
     with user_errors(None, ValueError):
         accel.Options(**options)
-    shown = results.new_table("", "model", "calls", "way", "ms a step", "tokens/s", "ms a call", left=3)
 
-    def told(row: dict) -> Iterator[tuple[str, ...]]:
+    def told(row: dict) -> Iterator[tuple[Cell, ...]]:
         for calls, ways in row["llm"].items():
             for way, one in ways.items() if "failed" not in ways else ():
-                cells = (one.get("ms_step"), "{:.2f}"), (one.get("tok_s"), "{:,.0f}"), (one["call_ms"], "{:,.1f}")
-                yield calls, way, *(results.cell(*pair) for pair in cells)
+                numbers = (one.get("ms_step"), "{:.2f}"), (one.get("tok_s"), "{:,.0f}"), (one["call_ms"], "{:,.1f}")
+                yield calls, way, *numbers
 
     measure = partial(
         measure_generate, batches=rows, contexts=contexts, new_tokens=new_tokens, budget_s=budget, options=options
     )
-    measure_each("llm", "generate(), by stock and by accel", [model], place, out, measure, told, shown)
+    headings = "calls", "way", "ms a step", "tokens/s", "ms a call"
+    measure_each("llm", "generate(), by stock and by accel", [model], place, out, measure, told, *headings, left=3)

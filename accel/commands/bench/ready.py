@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from accel.commands.bench.each_model import measure_each
+from accel.commands.bench.each_model import Cell, measure_each
 from accel.commands.options import DEVICE_HELP, parse_device
 
 if TYPE_CHECKING:
@@ -34,7 +34,6 @@ def bench_ready(
     first call takes. +batch is a first call of generate_batch. Random weights are made on the device, which does not
     count. Without names: a small model of each kind. Ends with 1 where one fails.
     """
-    from accel.bench import results
     from accel.bench.ready.names import NamedModel
     from accel.bench.ready.states import STATES, measure_states
 
@@ -47,8 +46,7 @@ def bench_ready(
         raise typer.BadParameter(str(error), param_hint="NAMES") from None
     if unknown := [state for state in wanted if state not in STATES]:
         raise typer.BadParameter(f"{unknown[0]!r} is none of {', '.join(STATES)}", param_hint="--states")
-    more, headings = ("--profile",) * profile, ("optimize s", "first call s", "ready s", "beyond stock s", "most of it")
-    shown = results.new_table("", "model", "state", *headings, left=2)
+    more = ("--profile",) * profile
 
     def measure(name: str, place: "torch.device") -> dict:
         try:
@@ -56,13 +54,14 @@ def bench_ready(
         except RuntimeError as error:
             return {"failed": str(error)[-1500:]}
 
-    def told(row: dict) -> Iterator[tuple[str, ...]]:
+    def told(row: dict) -> Iterator[tuple[Cell, ...]]:
         for state, one in row["ready"].items():
             parts = Counter(one.get("parts_of_optimize", {}))
             parts.update(one["parts_of_first_call"])
             most = ", ".join(f"{part.removesuffix('_s')} {took:.1f}" for part, took in parts.most_common(3))
             figures = (one.get(key) for key in ("optimize_s", "first_call_s", "ready_s", "over_stock_s"))
-            yield state, *(results.cell(figure, "{:.2f}") for figure in figures), most
+            yield state, *((figure, "{:.2f}") for figure in figures), most
 
     about = "time to ready, by part, in fresh processes"
-    measure_each("ready", about, list(chosen), place, out, measure, told, shown)
+    headings = "state", "optimize s", "first call s", "ready s", "beyond stock s", "most of it"
+    measure_each("ready", about, list(chosen), place, out, measure, told, *headings)
