@@ -174,7 +174,7 @@ def test_bench_adapters_writes_json(tmp_path, monkeypatch):
 
 
 def test_bench_memory_keeps_what_it_has(tmp_path, monkeypatch):
-    asked = ("bench", "memory", "tiny-text", "tiny", "--device", "cpu", "--out", tmp_path)
+    asked = ("bench", "memory", "tiny-text", tmp_path, "--device", "cpu", "--out", tmp_path)
 
     def measured(end, name, *given):
         yield "accel, 8GB", {"s": 1.5}
@@ -187,6 +187,7 @@ def test_bench_memory_keeps_what_it_has(tmp_path, monkeypatch):
         result = run_command(*asked)
         rows = json.loads((tmp_path / "cpu-memory.json").read_text())["rows"]
         assert result.exit_code == code and "tiny-text, accel, 8GB: {'s': 1.5}" in result.output
+        assert (f"│ {tmp_path.name} " in result.output) == (code == 1)  # of a path what comes last
         assert rows[0]["memory"] == {"accel, 8GB": {"s": 1.5}, "accel, 1GB": {"failed": "too little"}}
         assert [row.get("failed") for row in rows] == ([None] if code == 130 else ["OutOfMemoryError: no memory"] * 2)
 

@@ -88,7 +88,8 @@ def measure_each(
         parts = {row["name"]: row} | {f"{row['name']}, {key}": one for key, one in row.get(case, {}).items()}
         failed += [f"{part}: {one['failed']}" for part, one in parts.items() if "failed" in one]
         for cells in () if "failed" in row and case not in row else told(row):
-            shown.add_row(row["name"], *(one if isinstance(one, str) else results.cell(*one) for one in cells))
+            name = Path(row["name"]).name  # of a folder; all of its path would leave figures no room
+            shown.add_row(name, *(one if isinstance(one, str) else results.cell(*one) for one in cells))
     console.print(shown)
     console.print(f"written to {path}")
     for line in failed:
