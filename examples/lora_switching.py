@@ -1,6 +1,7 @@
 """LoRA adapters added, mixed and switched off on an optimized pipeline: each image is the one that stock draws.
 
-What an adapter touches runs its own layers while it is loaded, the rest stays fast. Run from the root of a checkout.
+What an adapter touches runs its own layers while it is loaded, the rest stays fast. Run from the root of a checkout,
+with `pip install peft`.
 """
 
 import torch

@@ -9,7 +9,7 @@ import accel
 
 folder = sys.argv[1] if len(sys.argv) > 1 else "examples/models/tiny-sd-digits"  # or "stable-diffusion-v1-5/..."
 on_gpu = torch.cuda.is_available()
-pipe = DiffusionPipeline.from_pretrained(folder, torch_dtype=torch.float16 if on_gpu else torch.float32)
+pipe = DiffusionPipeline.from_pretrained(folder, dtype=torch.float16 if on_gpu else torch.float32)
 pipe.to("cuda" if on_gpu else "cpu")
 
 accel.optimize(pipe)  # the one line
