@@ -15,7 +15,7 @@ from accel.diffusion.linears import denoiser_linears, prompt_projections, refuse
 from accel.diffusion.merge_guard import MergeGuard
 from accel.options import Options
 from accel.patching.rule import Context
-from accel.planning.plan import Plan, Row, StageReport, StageResult
+from accel.planning.plan import Plan, Row, StageReport, StageResult, rows_of
 from accel.quantization.activation_quantization import RULE as ROUNDING
 from accel.quantization.activation_quantization import Rounding
 from accel.quantization.activations import is_static, weight_dtype_of
@@ -39,8 +39,7 @@ def quantize_denoiser(model: nn.Module, context: Context) -> StageResult:
     (found, kept), before = denoiser_quantization(model, weights, context.options), _bytes(model)
 
     def report() -> StageReport:
-        rows = [Row(path, RULE, status, reason) for path, status, reason in found.rows]
-        rows += [Row(path, RULE, "skipped", reason) for path, reason in kept.items()]
+        rows = rows_of(RULE, [*found.rows, *((path, "skipped", reason) for path, reason in kept.items())])
         if found.records:
             rows.append(Row("", RULE, "patched", _share(model, found.records, kept, before)))
         records = [row | {"scheme": str(model.get_submodule(row["path"]).scheme)} for row in found.records]
@@ -54,12 +53,9 @@ def round_activations(model: nn.Module, context: Context) -> StageResult:
     found = find_rounding(model, context.options)
     if found is None:
         return StageResult()
-
-    def report() -> StageReport:
-        rows = [Row(path, ROUNDING, status, reason) for path, status, reason in found.rows]
-        return StageReport([*rows, Row("", ROUNDING, "patched", _told(model, found))])
-
-    return StageResult((found,), report)
+    return StageResult(
+        (found,), lambda: StageReport(rows_of(ROUNDING, [*found.rows, ("", "patched", _told(model, found))]))
+    )
 
 
 def denoiser_quantization(root: nn.Module, weights: str, options: Options) -> tuple[Quantization, dict[str, str]]:

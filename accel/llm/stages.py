@@ -18,7 +18,7 @@ from accel.options import STATIC, calibrate
 from accel.parallel.agreement import all_agree
 from accel.parallel.sharded_layers import ranks_of
 from accel.patching.rule import Context, Rule
-from accel.planning.plan import Plan, Row, StageReport, StageResult
+from accel.planning.plan import Plan, Row, StageReport, StageResult, rows_of
 from accel.quantization.activation_quantization import RULE as ROUNDING
 from accel.quantization.activation_quantization import Rounding, calibration_notes, rounding_linears
 from accel.quantization.activations import weight_dtype_of
@@ -45,12 +45,10 @@ def import_prequantized(model: nn.Module, context: Context) -> StageResult:
     found = PrequantizedImport(model, context.options.activations)
     if context.options.strict and (left := [row for row in found.rows if row[1] == "skipped"]):
         raise SkippedSite(f"strict=True: {left[0][0]} ({RULE}): {left[0][2]}")
-
-    def report() -> StageReport:
-        rows = [Row(path, RULE, status, reason) for path, status, reason in found.rows]
-        return StageReport(rows, prequantized=bool(found.found or found.forwards))
-
-    return StageResult((found,) if found.found or found.forwards or found.dequantizes else (), report)
+    return StageResult(
+        (found,) if found.found or found.forwards or found.dequantizes else (),
+        lambda: StageReport(rows_of(RULE, found.rows), prequantized=bool(found.found or found.forwards)),
+    )
 
 
 def round_activations(model: PreTrainedModel, context: Context) -> StageResult:
@@ -72,8 +70,8 @@ def round_activations(model: PreTrainedModel, context: Context) -> StageResult:
         )
 
     def report() -> StageReport:
-        rows = [Row(path, ROUNDING, status, reason) for path, status, reason in found.rows]
-        return StageReport(rows + [Row("", ROUNDING, "patched", line) for line in calibration_notes(model)])
+        notes = [Row("", ROUNDING, "patched", line) for line in calibration_notes(model)]
+        return StageReport(rows_of(ROUNDING, found.rows) + notes)
 
     return StageResult((found,) if found.pairs else (), report)
 
@@ -105,16 +103,11 @@ def quantize(model: nn.Module, context: Context, stacks: tuple[str, ...] = ()) -
         if not fuses or context.of(Analysis).reason is not None:
             return StageResult()
         packed = Mxfp4Experts(model, find)
-        return StageResult(
-            (packed,), lambda: StageReport([Row(path, RULE, *told) for path, *told in packed.rows], packed.records)
-        )
+        return StageResult((packed,), lambda: StageReport(rows_of(RULE, packed.rows), packed.records))
     tried = not stacks and context.of(Analysis).reason is not None
     routers = context.of(Analysis).routers()
     found = LanguageModelQuantization(model, weights, context.options, find, tried, routers, stacks)
-
-    def report() -> StageReport:
-        rows = [Row(path, RULE, status, reason) for path, status, reason in found.rows]
-        return StageReport(rows, found.records, found.warnings)
-
     rounds = () if context.options.activations is None else (Rounding(context.options, found.swap),)
-    return StageResult((found.swap, *rounds), report)
+    return StageResult(
+        (found.swap, *rounds), lambda: StageReport(rows_of(RULE, found.rows), found.records, found.warnings)
+    )

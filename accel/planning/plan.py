@@ -5,7 +5,7 @@ A stage looks when it is asked, and changes nothing. Patches are undone last in,
 
 import os
 from collections import ChainMap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -46,6 +46,11 @@ class Row:
     rule: str
     status: str
     reason: str
+
+
+def rows_of(rule: str, found: Iterable[tuple[str, str, str]]) -> list[Row]:
+    """Lines of one rule, of the path, status and reason of each site."""
+    return [Row(path, rule, status, reason) for path, status, reason in found]
 
 
 @dataclass

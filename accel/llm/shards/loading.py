@@ -14,7 +14,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from accel.libraries.loading import among, entered
-from accel.llm.ptq.formats.files import DTYPES, PARTS, located, only_quantized, read_config, whole_file
+from accel.llm.ptq.formats.files import DTYPES, linears_among, located, read_config, whole_file
 from accel.llm.ptq.formats.loading import (
     Parts,
     checked_weight,
@@ -64,7 +64,7 @@ class RankFiles:
         with whole_file(path):
             return tuple(opened.get_slice(name).get_shape())
 
-    def read(self, name: str) -> torch.Tensor:
+    def get_tensor(self, name: str) -> torch.Tensor:
         """This rank's part. Raises ValueError for bytes that are not those that were written."""
         path, opened, told = self.places[name]
         with whole_file(path):
@@ -73,7 +73,8 @@ class RankFiles:
             raise ValueError(f"{path} is damaged: {name} is not what was written")
         return tensor
 
-    def tensor(self, name: str) -> "PartOfTensor":
+    def get_slice(self, name: str) -> "PartOfTensor":
+        """Of the whole tensor, as safetensors gives it."""
         return PartOfTensor(self, name)
 
 
@@ -97,7 +98,7 @@ class PartOfTensor:
         if self.division is not None:
             dim = self.division.dim
             spans[dim] = self._found(spans[dim], self.division)
-        part = self.files.read(self.name)
+        part = self.files.get_tensor(self.name)
         return part[tuple(slice(*span) for span in spans)].contiguous()
 
     def _found(self, asked: Span, division: Division) -> Span:
@@ -182,7 +183,7 @@ def _loaded(folder: Path, manifest: Manifest, opened: RankFiles, dtype: str | to
     linears = _linears(opened) if told is not None else {}
     apart = {f"{path}.{part}" for path, parts in linears.items() for part in parts}
     given: dict[str, Any] = {
-        "state_dict": {name: opened.tensor(name) for name in manifest.tensors if name not in apart},
+        "state_dict": {name: opened.get_slice(name) for name in manifest.tensors if name not in apart},
         "distributed_config": among(manifest.ranks),
         "output_loading_info": True,
         "ignore_mismatched_sizes": True,
@@ -213,18 +214,14 @@ def _loaded(folder: Path, manifest: Manifest, opened: RankFiles, dtype: str | to
 
 def _linears(opened: RankFiles) -> dict[str, dict[str, torch.Tensor]]:
     """By path the parts of every quantized linear in whole: tensors without memory, but shapes."""
-    linears: dict[str, dict[str, torch.Tensor]] = {}
-    for name, (whole, _) in opened.manifest.tensors.items():
-        path, _, part = name.rpartition(".")
-        if part in PARTS:
-            linears.setdefault(path, {})[part] = torch.empty(whole.shape, dtype=whole.dtype, device="meta")
+    linears = linears_among(dict.fromkeys(opened.manifest.tensors, opened))
     for path, parts in linears.items():
         if "weight_shape" in parts:
             rows, words = parts["weight_packed"].shape
             mine = opened.shape(f"{path}.weight_packed")[1]
-            columns = int(opened.read(f"{path}.weight_shape")[-1])
+            columns = int(opened.get_tensor(f"{path}.weight_shape")[-1])
             parts["weight_shape"] = torch.tensor((rows, words * columns // mine), device="cpu")
-    return only_quantized(linears)
+    return linears
 
 
 class PlaceholderShard(nn.Module):
@@ -243,7 +240,7 @@ def _finish(
     places = paths_in(model, linears)
     for path, parts in linears.items():
         module = model.get_submodule(places[path])
-        held = {part: opened.read(f"{path}.{part}").to(model.device) for part in parts}
+        held = {part: opened.get_tensor(f"{path}.{part}").to(model.device) for part in parts}
         bias = module._parameters.pop("bias")
         with located(path):
             made = quantized_linear_of(

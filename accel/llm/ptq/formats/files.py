@@ -103,17 +103,12 @@ def whole_file(path: Path) -> Iterator[None]:
 
 
 def linears_among(files: Mapping[str, Any]) -> dict[str, dict[str, torch.Tensor]]:
-    """The same of files that are open, by the names of their tensors."""
+    """The same of files that are open, by the names of their tensors. A weight alone is none of a quantized linear."""
     linears: dict[str, dict[str, torch.Tensor]] = {}
     for name, file in files.items():
         path, _, part = name.rpartition(".")
         if part in PARTS:
             linears.setdefault(path, {})[part] = _without_memory(file, name)
-    return only_quantized(linears)
-
-
-def only_quantized(linears: Mapping[str, dict[str, torch.Tensor]]) -> dict[str, dict[str, torch.Tensor]]:
-    """Those with more parts than a weight that is none of a quantized linear."""
     return {path: parts for path, parts in linears.items() if parts.keys() - {"weight", SCALE}}
 
 
