@@ -151,13 +151,18 @@ def compare_times(
     *,
     budget_s: float = 2.0,
     warmup: int = 3,
+    calls_before: int = 0,
     fail: Fail | None = None,
 ) -> dict[str, Timing]:
     """Times the variants in turns: `step(i)` runs call number i.
 
     Each variant is warmed up apart, then gets about `budget_s` seconds over all rounds, at most BURST calls a round.
-    Where one takes seconds a call, there are fewer rounds, and calls to warm up: two at least.
+    Where one takes seconds a call, there are fewer rounds, and calls to warm up: two at least. calls_before: made of
+    each whatever they take, in which kernels are chosen and graphs captured.
     """
+    for step in variants.values():
+        for number in range(calls_before):
+            step(number)
     patience = max(budget_s, PATIENCE)
     warm = {name: partial(_warm_up, step, device, warmup, patience) for name, step in variants.items()}
     took = {name: each for name, [each] in take_turns(warm, least=1, most=1, fail=fail).items()}

@@ -87,10 +87,7 @@ def measure_pictures(name: str, device: torch.device, budget_s: float) -> dict:
     for kind, (given, new) in calls.items():
         how = {**given, "max_new_tokens": new, "do_sample": False}
         ways = {way: same_call(partial(model.generate, **how)) for way, model in models.items()}
-        for way in ways.values():
-            for call in range(CALLS):
-                way(call)
-        times = compare_times(ways, device, budget_s=budget_s)
+        times = compare_times(ways, device, budget_s=budget_s, calls_before=CALLS)
         found[kind] = {way: one.to_dict() for way, one in times.items()}
     first, all_of_them = (found[kind] for kind in list(calls)[:2])
     step = {way: (all_of_them[way]["median_ms"] - first[way]["median_ms"]) / (NEW - 1) for way in models}

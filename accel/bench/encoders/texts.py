@@ -11,7 +11,7 @@ from torch import nn
 import accel
 from accel.bench.llm.models import beside
 from accel.bench.results import reported
-from accel.bench.timing import compare_times, same_call, synchronize
+from accel.bench.timing import compare_times, same_call
 from accel.bench.weights import random_transformer
 from accel.comparison import relative_rms
 
@@ -125,11 +125,7 @@ def measure_encoder(
             twin.forward = torch.compile(twin.forward, dynamic=True)
             ways["compile, sorted"] = through(twin, "sorted")
         errors, similarities = _errors(models, orders["given"][0])
-        for way in ways.values():
-            for call in range(CALLS):
-                way(call)
-        synchronize(device)
-        times = compare_times(ways, device, budget_s=budget_s, warmup=1)
+        times = compare_times(ways, device, budget_s=budget_s, warmup=1, calls_before=CALLS)
         row: dict[str, Any] = {"name": name, "texts": count, "batch": size, "tokens": tokens, "errors": errors}
         row["similarities"] = similarities
         row["ways"] = {

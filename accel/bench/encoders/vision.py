@@ -49,11 +49,8 @@ def measure_vision(name: str, device: torch.device, batches: list[int], compiled
             if batch == min(batches):
                 exact = run(copy.deepcopy(stock).float(), pixels.float())
                 errors = {way: round(relative_rms(run(model).float(), exact), 6) for way, model in models.items()}
-            for model in models.values():
-                for _ in range(CALLS):
-                    run(model)
             ways = {way: same_call(partial(run, model)) for way, model in models.items()}
-            times = compare_times(ways, device, budget_s=budget_s)
+            times = compare_times(ways, device, budget_s=budget_s, calls_before=CALLS)
             found = {way: t.to_dict() | {"images_s": round(1e3 * batch / t.median_ms, 1)} for way, t in times.items()}
             rows.append({"batch": batch, "ways": found, "errors": errors})
     return {"name": name, "batches": rows} | reported(fast)
