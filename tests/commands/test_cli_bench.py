@@ -13,6 +13,13 @@ from support.command_line import CALL, DIGITS, run_command
 from support.everything import EVERYTHING
 
 
+def bench(folder, file, *arguments, code=0):
+    """The output of the command on a CPU, and what it wrote into this file."""
+    result = run_command("bench", *arguments, "--device", "cpu", "--out", folder)
+    assert result.exit_code == code, result.output
+    return result.output, json.loads((folder / file).read_text())
+
+
 @pytest.mark.share(1)
 @pytest.mark.parametrize(
     "arguments, message",
@@ -42,10 +49,8 @@ def test_bench_refuses(arguments, message):
 
 
 def test_bench_tiny_writes_json(tmp_path):
-    result = run_command("bench", "tiny", "--device", "cpu", "--seconds", "0.1", "--out", tmp_path)
-    assert result.exit_code == 0, result.output
-    assert "speed-up" in result.output
-    figures = json.loads((tmp_path / "cpu-tiny.json").read_text())
+    output, figures = bench(tmp_path, "cpu-tiny.json", "tiny", "--seconds", "0.1")
+    assert "speed-up" in output
     assert figures["case"] == "tiny" and figures["dtype"] == "float32"
     assert figures["shapes"]["sample"] == [2, 4, 16, 16]
     assert figures["machine"]["gpu"] is None
@@ -62,11 +67,9 @@ def test_bench_tiny_writes_json(tmp_path):
 
 
 def test_bench_with_activations_in_8_bits(tmp_path):
-    given = ("--weights", "int8", "--activations", "int8", "--no-compile", "--device", "cpu", "--seconds", "0.05")
-    result = run_command("bench", "tiny", *given, "--out", tmp_path)
-    assert result.exit_code == 0, result.output
-    assert "dB from stock" in result.output
-    found = json.loads((tmp_path / "cpu-tiny-int8-activations-int8.json").read_text())
+    given = ("--weights", "int8", "--activations", "int8", "--no-compile", "--seconds", "0.05")
+    output, found = bench(tmp_path, "cpu-tiny-int8-activations-int8.json", "tiny", *given)
+    assert "dB from stock" in output
     assert found["activations"] == "int8" and found["quality"]["psnr_db"] > 40 and found["restored_bit_equal"]
     assert found["error"]["accel_vs_fp32"] <= 2 * found["error"]["stock_vs_fp32"] < 1e-4
     assert {"over the same weights", "rounded rows", "their products"} == set(found["quality"]["parts"])
@@ -74,10 +77,9 @@ def test_bench_with_activations_in_8_bits(tmp_path):
 
 @pytest.mark.skipif(not EVERYTHING, reason="seconds of work; ACCEL_TEST_EVERYTHING=1 runs it")
 def test_bench_of_a_pipeline_folder(tmp_path):
-    result = run_command("bench", DIGITS, *CALL, "--size", "48", "--batch", "2", "--seconds", "0.1", "--out", tmp_path)
-    assert result.exit_code == 0, result.output
-    assert "speed-up" in result.output and "tiny-sd-digits" in result.output
-    figures = json.loads((tmp_path / "cpu-tiny-sd-digits.json").read_text())
+    asked = (DIGITS, *CALL, "--size", "48", "--batch", "2", "--seconds", "0.1")
+    output, figures = bench(tmp_path, "cpu-tiny-sd-digits.json", *asked)
+    assert "speed-up" in output and "tiny-sd-digits" in output
     assert figures["about"] == "StableDiffusionPipeline, 3 steps, batch 2"
     assert figures["shapes"]["image"] == [48, 48, 3]
     assert figures["quality"]["passed"] and figures["restored_bit_equal"] is True
@@ -93,9 +95,7 @@ def test_bench_of_a_pipeline_folder(tmp_path):
     [("unet", ("--batch", "1"), ["sample", [1, 4, 8, 8]]), ("vae", ("--size", "32"), ["sample", [1, 3, 32, 32]])],
 )
 def test_bench_of_a_model_folder(tmp_path, part, options, shape):
-    result = run_command("bench", DIGITS / part, *options, "--device", "cpu", "--seconds", "0.05", "--out", tmp_path)
-    assert result.exit_code == 0, result.output
-    figures = json.loads((tmp_path / f"cpu-{part}.json").read_text())
+    _, figures = bench(tmp_path, f"cpu-{part}.json", DIGITS / part, *options, "--seconds", "0.05")
     assert figures["shapes"][shape[0]] == shape[1]
     assert figures["restored_bit_equal"] is True
 
@@ -163,9 +163,7 @@ def test_bench_adapters_writes_json(tmp_path, monkeypatch):
     for name, few in (("PROMPT", 8), ("TOKENS", 3), ("CALLS", 2)):
         monkeypatch.setattr(f"accel.bench.adapters.{name}", few)
     asked = ("tiny-text", "--ranks", "4", "--counts", "2", "--rows", "4", "--budget", "0.05")
-    result = run_command("bench", "adapters", *asked, "--device", "cpu", "--out", tmp_path)
-    assert result.exit_code == 0, result.output
-    figures = json.loads((tmp_path / "cpu-adapters.json").read_text())
+    _, figures = bench(tmp_path, "cpu-adapters.json", "adapters", *asked)
     (row,) = figures["rows"]
     assert figures["dtype"] == "float32" and list(row["variants"])[:2] == ["plain", "2 x 4"]
     assert list(row["variants"])[2:] == ["4 rows, plain", "4 rows, 1 x 4 by row"]
@@ -194,9 +192,9 @@ def test_bench_memory_keeps_what_it_has(tmp_path, monkeypatch):
 
 def test_bench_formats_writes_json(tmp_path):
     asked = ("tiny-text", "--formats", "fp8,Q4_K", "--budget", "0.05")
-    result = run_command("bench", "formats", *asked, "--device", "cpu", "--out", tmp_path)
-    assert result.exit_code == 1 and "tiny-text, Q4_K: " in result.output  # whose blocks are longer
-    (row,) = json.loads((tmp_path / "cpu-formats.json").read_text())["rows"]
+    output, figures = bench(tmp_path, "cpu-formats.json", "formats", *asked, code=1)
+    assert "tiny-text, Q4_K: " in output  # whose blocks are longer
+    (row,) = figures["rows"]
     found = row["formats"]["fp8"]
     assert "kernel" in found["library"]["failed"] and found["accel"]["median_ms"] > 0 and found["called"] == []
     assert {"of_plain", "weights_mb", "peak_mb"} <= found.keys() and "failed" in row["formats"]["Q4_K"]
@@ -205,10 +203,8 @@ def test_bench_formats_writes_json(tmp_path):
 def test_bench_pictures_writes_json(tmp_path, monkeypatch):
     for name, few in (("NEW", 3), ("SEVERAL", 2), ("CALLS", 1)):
         monkeypatch.setattr(f"accel.bench.encoders.pictures.{name}", few)
-    asked = ("tiny-vl", "--budget", "0.02")
-    result = run_command("bench", "pictures", *asked, "--device", "cpu", "--out", tmp_path)
-    assert result.exit_code == 0, result.output
-    (row,) = json.loads((tmp_path / "cpu-pictures.json").read_text())["rows"]
+    _, figures = bench(tmp_path, "cpu-pictures.json", "pictures", "tiny-vl", "--budget", "0.02")
+    (row,) = figures["rows"]
     kinds = ["one picture, first token", "one picture, 3 tokens", "2 pictures, first token", "a token behind it"]
     assert list(row["pictures"]) == kinds and not row["fallbacks"]
     assert all(row["pictures"][kind][way]["median_ms"] > 0 for kind in kinds[:3] for way in ("stock", "accel"))

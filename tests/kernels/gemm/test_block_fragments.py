@@ -1,15 +1,12 @@
 """Few rows times weights in blocks on tensor cores."""
 
 from functools import partial
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
-from accel_kernels import Norm
 from accel_kernels.gemm import epilogue_triton as epilogue
 from accel_kernels.gemm.blocks.affine import affine_case
 from accel_kernels.gemm.blocks.fragments import block_gemv_mma_triton as gemv
@@ -19,22 +16,17 @@ from accel_kernels.gemm.blocks.fragments import units_triton as units
 from accel_kernels.gemm.quantized import write_triton as quantized_write
 from accel_kernels.gemm.quantized.gemv_mma_triton import GemvTile
 from accel_kernels.gemm.quantized.operands import mma_operands_triton as fragments
-from accel_kernels.gemm.quantized.quantized_linear import quantized_linear
 
-from support.kernels.numbers import numbers_of
-from support.kernels.warpgroups import Array, Gluon, launching, rebuilt
+from support.kernels.few_rows import check_product, machine_with
+from support.kernels.warpgroups import Array, launching
 
 
 def device(kernel):
-    machine = Gluon(True)
-    wait = SimpleNamespace(gdc_wait=lambda: None, gdc_launch_dependents=lambda: None)
-    names = rebuilt(
-        (fragments, epilogue, quantized_write, units, scales, gemv, skinny), gl=machine, mma_v2=machine.mma_v2,
-        zero_point=lambda *_: 136, pairs=numbers_of("int4", False, 136), tl=machine.triton(wait),
-        range=lambda *to: map(Array, range(*map(int, to))), UNIT=64, SPAN=256, SET=512, SIGNS=0x88888888,
+    machine, names = machine_with(
+        (fragments, epilogue, quantized_write, units, scales, gemv, skinny),
+        *("words_layout", "x_layout", "scales_layout", "squares_layout"),
         _of_unit=lambda values, unit, rows, layout: Array(values.data[:, :, unit, None].repeat(rows, 2)),
-        activate=lambda y, kind: Array(np.maximum(y.data, 0)) if kind == "relu" else y,
-        **dict.fromkeys(("words_layout", "x_layout", "scales_layout", "squares_layout"), lambda *_: None),
+        UNIT=64, SPAN=256, SET=512, SIGNS=0x88888888,
     )  # fmt: skip
     return machine, names[kernel]
 
@@ -63,17 +55,7 @@ def test_emulated(case, monkeypatch):
         return torch.randn(*size, generator=generator).bfloat16()
 
     weight, up = (affine_case(rand(n, k) * k**-0.5, group) for _ in range(2))
-    norms = {"none": None, "rms": Norm(rand(k), None, 1e-5), "gemma": Norm(rand(k), None, 1e-6, offset=1.0)}
-    more = {"norm": norms[norm], "residual": rand(rows, n), "scale": 0.5, "activation": "relu"}
-    more |= {"up": up, "up_bias": rand(n)} if gate else {}
-    x, bias = rand(rows, k), rand(n)
     kernel, module = ("block_gemv_mma_kernel", gemv.launch_row.__globals__) if rows == 1 else (
         "block_skinny_mma_kernel", vars(skinny))  # fmt: skip
     monkeypatch.setitem(module, "launch", launching(partial(device, kernel)))
-    found = quantized_linear.triton(x, weight, bias, **more, shape=GemvTile(*tile))
-    wide = {name: one.double() if isinstance(one, torch.Tensor) else one for name, one in more.items()}
-    if more["norm"] is not None:
-        wide["norm"] = Norm(*(one.double() if isinstance(one, torch.Tensor) else one for one in more["norm"]))
-    wanted = quantized_linear.reference(x.double(), weight, bias.double(), **wide)
-    theirs = (quantized_linear.reference(x, weight, bias, **more).double() - wanted).abs().max()
-    assert (found.double() - wanted).abs().max() <= 2 * theirs
+    check_product(rand, rows, weight, up if gate else None, norm, GemvTile(*tile))

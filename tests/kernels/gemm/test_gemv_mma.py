@@ -1,14 +1,10 @@
 """Products of few rows on tensor cores."""
 
-from types import SimpleNamespace
-
-import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
-from accel_kernels import Norm
 from accel_kernels.gemm import epilogue_triton as epilogue
 from accel_kernels.gemm.quantized import gemv_mma_triton as gemv_mma
 from accel_kernels.gemm.quantized import write_triton as quantized_write
@@ -19,20 +15,14 @@ from accel_kernels.gemm.quantized_weight import quantize_weight
 
 from support.everything import EVERYTHING
 from support.kernels.compiler import in_a_process
-from support.kernels.numbers import numbers_of, spread
-from support.kernels.warpgroups import Array, Gluon, launching, rebuilt
+from support.kernels.few_rows import check_product, machine_with
+from support.kernels.numbers import spread
+from support.kernels.warpgroups import launching
 
 
 def device():
-    machine = Gluon(True)
-    wait = SimpleNamespace(gdc_wait=lambda: None, gdc_launch_dependents=lambda: None)
-    names = rebuilt(
-        (fragments, epilogue, quantized_write, gemv_mma), gl=machine, mma_v2=machine.mma_v2, zero_point=lambda *_: 136,
-        pairs=numbers_of("int4", False, 136), _spread=spread, tl=machine.triton(wait),
-        range=lambda *to: map(Array, range(*map(int, to))), COLUMNS=128,
-        activate=lambda y, kind: Array(np.maximum(y.data, 0)) if kind == "relu" else y,
-        **dict.fromkeys(("words_layout", "x_layout", "squares_layout"), lambda *_: None),
-    )  # fmt: skip
+    modules, layouts = (fragments, epilogue, quantized_write, gemv_mma), ("words_layout", "x_layout", "squares_layout")
+    machine, names = machine_with(modules, *layouts, _spread=spread, COLUMNS=128)
     return machine, names["gemv_mma_kernel"]
 
 
@@ -61,21 +51,9 @@ def test_emulated(case, monkeypatch):
     if zeros:
         order = torch.randperm(k, generator=generator).int()
         weight, up = weight._replace(order=order), up._replace(order=order)
-    norms = {"none": None, "rms": Norm(rand(k), None, 1e-5), "gemma": Norm(rand(k), None, 1e-6, offset=1.0)}
-    norms["layer"] = Norm(rand(k), rand(k), 1e-5, centered=True)
-    more = {"norm": norms[norm], "residual": rand(1, n), "scale": 0.5, "activation": "relu"}
-    more |= {"up": up, "up_bias": rand(n)} if gate else {}
-    x, bias = rand(1, k), rand(n)
-    assert gemv_mma.refusal(x, weight, more.get("up")) is None
+    assert gemv_mma.refusal(rand(1, k), weight, up if gate else None) is None
     monkeypatch.setattr(gemv_mma, "launch", launching(device))
-    found = quantized_linear.triton(x, weight, bias, **more, shape=GemvTile(*tile))
-    wide = {name: one.double() if isinstance(one, torch.Tensor) else one for name, one in more.items()}
-    if more["norm"] is not None:
-        parts = (one.double() if isinstance(one, torch.Tensor) else one for one in more["norm"])
-        wide["norm"] = Norm(*parts)
-    wanted = quantized_linear.reference(x.double(), weight, bias.double(), **wide)
-    theirs = (quantized_linear.reference(x, weight, bias, **more).double() - wanted).abs().max()
-    assert (found.double() - wanted).abs().max() <= 2 * theirs
+    check_product(rand, 1, weight, up if gate else None, norm, GemvTile(*tile))
 
 
 def test_tiles():
