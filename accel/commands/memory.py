@@ -1,6 +1,7 @@
 """`accel plan` and `accel bench memory`: what a model does within a budget of a GPU's memory, told and measured."""
 
 from collections.abc import Iterator
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -30,11 +31,16 @@ def plan(
     from rich.table import Table
 
     from accel.bench.diffusion.streaming import in_fewer_bits, on_paper, speeds
-    from accel.options import bytes_of
+    from accel.options import Options, bytes_of
 
     with user_errors("--memory", ValueError):
         if not bytes_of("memory", memory):
             raise ValueError(f"{memory}: a plan is for a size, such as 12GB")
+    with user_errors("--weights", ValueError):
+        Options(weights=weights)
+    for option, speed in {"--bus": bus, "--tflops": tflops, "--bandwidth": bandwidth}.items():
+        if not 0 < speed < inf:
+            raise typer.BadParameter(f"{speed}: give a number above 0", param_hint=option)
     known = {"bus": bus * 1e9, "rate": tflops * 1e12, "memory": bandwidth * 1e9}
     if torch.cuda.is_available():
         known = speeds(torch.device("cuda"))

@@ -215,4 +215,6 @@ def test_a_plan_is_told_before_anything_is_loaded():
     assert result.exit_code == 0, result.output
     assert "tiny" in result.output and "does not fit" not in result.output
     assert "does not fit" in run_command("plan", "tiny", "--memory", "1MB").output
-    assert all(run_command("plan", "tiny", "--memory", wrong).exit_code == 2 for wrong in ("much", "50%"))
+    for option, wrong in [("memory", "much"), ("memory", "50%"), ("weights", "int3"), ("bus", "0"), ("tflops", "nan")]:
+        told = run_command("plan", "tiny", f"--{option}", wrong)
+        assert told.exit_code == 2 and f"--{option}" in told.output and wrong in told.output
