@@ -155,6 +155,11 @@ class ExpertsForward(FastForward):
         x, index, shares = given
         return self.kernels.experts.supports(x.contiguous(), index.contiguous(), shares.contiguous(), self._weights())
 
+    def changed(self) -> str | None:
+        if "parametrizations" in self.module._modules:  # as torch names what makes a weight anew
+            return "adapters on its weights, which peft adds to those of all experts in each call"
+        return super().changed()
+
     def parts(self) -> Parts:
         own = (self.module.original_class(),) if isinstance(self.module, QuantizedExperts) else ()
         return Parts((self.module, *self.module.children()), own)
