@@ -2,7 +2,7 @@
 
 import copy
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -52,6 +52,13 @@ def row_adapters(layer: nn.Module) -> list[str] | None:
 def adds_biases(model: nn.Module) -> bool:
     """Whether an adapter adds numbers of its own, by which zeros do not stay zeros."""
     return any(any(getattr(layer, "lora_bias", {}).values()) for layer in model.modules())
+
+
+def targeted(model: nn.Module, parameters: Iterable[str]) -> str | None:
+    """The first of these parameters, by path, that settings of adapters on a model name."""
+    configs = vars(model).get(CONFIGS) or {}
+    ends = tuple(f".{one}" for config in configs.values() for one in getattr(config, "target_parameters", None) or ())
+    return next((path for path in parameters if f".{path}".endswith(ends)), None)
 
 
 def readapt(root: Any) -> None:

@@ -14,8 +14,9 @@ from accel_kernels.gemm.adapters.low_rank_term import LowRankTerm
 from torch import nn
 
 from accel.errors import reason_of
-from accel.libraries.adapters import BASE, DOWN, UP, low_rank_scales, of_adapters, row_adapters
+from accel.libraries.adapters import BASE, DOWN, UP, low_rank_scales, of_adapters, row_adapters, targeted
 from accel.patching.structure import plain, tampered
+from accel.quantization.experts import QuantizedExperts
 from accel.tolerances import LINEAR
 
 # Copies of adapters that products of this context read, see `cuda_graphs/adapter_buffers.py`; None to read them as they
@@ -70,6 +71,19 @@ def adapts_plain(layer: Any) -> bool:
     if inner is None or plain(inner, nn.Linear, stored=True) is not None or type(inner.weight) is not nn.Parameter:
         return False
     return read_low_rank(layer, inner.weight.dtype) is not None
+
+
+def expect_all(model: nn.Module) -> None:
+    """Raises ValueError where a model has adapters, and others are missing that were meant for experts of ours."""
+    modules = dict(model.named_modules())
+    packed = (
+        f"{path}.{name}" for path, one in modules.items() if isinstance(one, QuantizedExperts) for name in one.formats
+    )
+    if (missed := targeted(model, packed)) is not None and any(BASE in one._modules for one in modules.values()):
+        raise ValueError(
+            f"{missed} is held in fewer bits, so peft put no adapter there: call accel.restore(model) before adapters "
+            "are loaded"
+        )
 
 
 def with_adapters(

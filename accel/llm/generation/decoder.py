@@ -45,6 +45,7 @@ from accel.parallel.ranks import Ranks
 from accel.parallel.sharded_layers import ranks_of
 from accel.patching.fast_forward import AS_WRITTEN, FastForward
 from accel.patching.guard import changed_since
+from accel.quantization.adapters import expect_all
 
 
 class DecoderForward(FastForward):
@@ -316,6 +317,7 @@ class DecoderForward(FastForward):
         """Binds the layers to the weights where the model has changed. Raises Unfit where they no longer fit it."""
         with self.lock:
             if self.seen is None or not (self.seen.reachable() and self.seen.holds()):
+                expect_all(self.module)
                 self.reason = self._bind(stack and not self.apart and streamed_model(self.module) is None)
                 self.seen = self._fingerprint()
         if self.reason is not None:

@@ -77,6 +77,19 @@ def test_adapters_of_experts_leave_all_else_fused():
     assert path == "model.layers.0.mlp.experts" and reason.startswith("adapters on its weights")
 
 
+def test_adapters_that_experts_in_fewer_bits_cannot_have_are_missed_aloud():
+    model = accel.optimize(make("qwen3-moe", num_hidden_layers=1), cpu="fuse", weights="int8")
+    put_on = lora("style", target_modules=["q_proj"], target_parameters=["experts.gate_up_proj"])
+    with pytest.warns(RuntimeWarning, match="no parameter was matched"):
+        put_on(model)
+    model.requires_grad_(False).eval()
+    for _ in range(2):
+        with torch.no_grad(), pytest.raises(ValueError, match=r"0\.mlp\.experts\.gate_up_proj is held in fewer bits"):
+            model(torch.arange(3, 12)[None])
+    accel.restore(model)
+    model(torch.arange(3, 12)[None])
+
+
 @pytest.mark.parametrize(
     ("make_pair", "targets"), [(partial(made, "Bert"), ["dense"]), (partial(random_pair, whisper), ["fc1", "fc2"])]
 )
