@@ -57,6 +57,7 @@ class Seq2SeqForward(FastForward):
     masks: that the decoder reads. output: the class of what a call returns; width: of what the encoder gives. layers:
     fused in steps; none where they are not understood. whole: steps may also run the model's own code all through.
     begins: a few first tokens may be so many steps too. apart: weights stay where they are, as layers are tried.
+    counts: steps are told the positions that the model would count.
     """
 
     captures = False  # the encoder and the prompt are run one by one, in which lone sites must pay
@@ -67,7 +68,7 @@ class Seq2SeqForward(FastForward):
     runner: GraphRunner | None
     masks = Masks()
     whole = True
-    begins = apart = False
+    begins = apart = counts = False
     unfit = hides_a_text
     output: type
     width: int
@@ -88,12 +89,10 @@ class Seq2SeqForward(FastForward):
 
     def renew(self) -> None:
         self.cache_name = cache_argument(type(self.module).forward) or ""
-        self.lock = threading.RLock()
         self.memory, self.holding, self.used = FixedMemory(), None, (0, 0.0)
-        self.declined, self.order = set(), StreamOrder()
+        self.declined, self.order, self.lock = set(), StreamOrder(), threading.RLock()
         self.seen, self.reason, self.biases = None, None, {}
-        self.beams = (lambda: None), 1
-        self.course, self.trusted, self.hidden_texts = Course(), False, HiddenTexts()
+        self.beams, self.course, self.trusted, self.hidden_texts = ((lambda: None), 1), Course(), False, HiddenTexts()
 
     def forget(self) -> None:
         super().forget()
@@ -318,6 +317,7 @@ class Seq2SeqForward(FastForward):
             "use_cache": True,
             "return_dict": True,
         }
+        positions = start.expand(rows, 1) if positions is None and self.counts else positions
         given |= {} if positions is None else {POSITIONS: positions}
         step = MemoryStep(self.kernels, holding, start, (padding, mask), self.biases) if fused else None
         with nullcontext() if step is None else self.steps.taken(step):

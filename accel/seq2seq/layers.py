@@ -21,7 +21,7 @@ from accel.llm.parts.norm import normlike
 from accel.llm.parts.step import ForwardContext
 from accel.llm.recording.implementation import foreign_attention
 from accel.llm.recording.record import Call, LayerRecord, NotUnderstood, Record, Value
-from accel.llm.recording.recorder import resting
+from accel.llm.recording.recorder import LINEARS, resting
 from accel.llm.runtime.layer import BoundLayer, put_together
 from accel.llm.runtime.layer_spec import LayerSpec
 from accel.patching.structure import placement
@@ -154,7 +154,7 @@ def understand_decoder(model: Any, call: dict[str, Any]) -> tuple[str, list[Halv
     while hasattr(decoder, "get_decoder") and decoder.get_decoder() not in (None, decoder):  # as of a part of pictures
         decoder = decoder.get_decoder()
     lists = [one for one in decoder.modules() if type(one) is nn.ModuleList and len(one)]
-    lists = [one for one in lists if any(isinstance(inner, nn.Linear) for inner in one.modules())]  # not of biases
+    lists = [one for one in lists if any(isinstance(inner, LINEARS) for inner in one.modules())]  # not of biases
     inner = {id(one) for other in lists for one in other.modules() if one is not other}
     lists = [one for one in lists if id(one) not in inner]
     stack = next((path for path, one in model.named_modules() if lists and one is lists[0]), None)

@@ -38,7 +38,7 @@ from accel.patching.fast_forward import as_written
 from accel.patching.rule import Change, Context, ForwardPatch, Match, Patch, Site, Skip
 from accel.patching.structure import meta_weights, placement, side_effects
 from accel.seq2seq.decoder import Seq2SeqForward
-from accel.seq2seq.fixed_memory import CROSS
+from accel.seq2seq.fixed_memory import ASKED, CROSS
 from accel.seq2seq.generate import generate_patches
 from accel.seq2seq.layers import DecoderLayerForward, understand_decoder
 from accel.seq2seq.step_inputs import MaskByLengths, MaskOfTokens
@@ -157,7 +157,8 @@ class StepTrial:
         model = forward.module
         device, dtype = placement(model)
         generator = torch.Generator().manual_seed(0)
-        width = getattr(getattr(model.get_encoder(), "config", None), "hidden_size", None)
+        config = getattr(model.get_encoder(), "config", None)
+        width = getattr(config and config.get_text_config(), "hidden_size", None)  # of an encoder of pictures too
         words = getattr(getattr(model.get_decoder(), "get_input_embeddings", bool)(), "weight", None)
         if not isinstance(width, int) or words is None:
             raise NotUnderstood("its encoder's width, or its decoder's table of words, is in another place")
@@ -189,16 +190,25 @@ class StepTrial:
             forward.masks = forward.masks._replace(beside=not _same(plain, beside))
             self.texts += [beside] if forward.masks.beside else []
         with patched(forward):
-            try:
-                for text in self.texts:
-                    self.compare(text)
-            except Exception as error:  # whatever a forward may raise
-                known = isinstance(error, NotUnderstood | Unfit)
-                self.reason = str(error) if known else f"the trial raised {reason_of(error)}"
-                forward.whole = False
-            else:
+            self.reason = self.differs()
+            if self.reason is not None and ASKED in self.reason:  # by a range of a table of positions, as in BERT
+                forward.counts = self.differs(counts=True) is None
+                self.reason = None if forward.counts else self.reason
+            forward.whole = self.reason is None
+            if forward.whole:
                 self.pads()
         return self
+
+    def differs(self, counts: bool = False) -> str | None:
+        """Why steps in the model's own code are not as stock's; counts: which is given positions."""
+        self.forward.counts = counts
+        try:
+            for text in self.texts:
+                self.compare(text)
+        except Exception as error:  # whatever a forward may raise
+            known = isinstance(error, NotUnderstood | Unfit)
+            return str(error) if known else f"the trial raised {reason_of(error)}"
+        return None
 
     def again(self) -> None:
         """Compares the same texts, by layers that are fused."""

@@ -103,6 +103,26 @@ def test_windows_that_a_text_has_not_passed(steps, monkeypatch):
     assert "a window that a text of this length may pass" in fallbacks(model)
 
 
+def gemmas_of_pictures():
+    """Whose layers attend once, to both parts of the cache at a time."""
+    sizes = {"vocab_size": WORDS, "hidden_size": WIDTH, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 140, "query_pre_attn_scalar": 8}
+    eyes = {"model_type": "siglip_vision_model", "image_size": 16, "patch_size": 4, "num_hidden_layers": 1}
+    eyes |= {"hidden_size": WIDTH, "intermediate_size": 48, "num_attention_heads": 4}
+    tokens = {"image_token_index": 61, "eoi_token_index": 62}
+    encoder = {"text_config": sizes, "vision_config": eyes, "mm_tokens_per_image": 4, "boi_token_index": 63, **tokens}
+    return t.T5Gemma2ForConditionalGeneration(t.T5Gemma2Config(encoder=encoder, decoder=sizes, **tokens))
+
+
+def test_a_text_of_an_encoder_that_sees_pictures_too(steps, monkeypatch):
+    monkeypatch.setitem(MAKES, "T5Gemma2", gemmas_of_pictures)
+    model, stock = optimized("T5Gemma2")
+    ran, call = steps(), source("T5Gemma2")
+    call["input_ids"] = call["input_ids"] % 58 + 3
+    assert_same(model, stock, call, options(num_beams=2))
+    assert len(ran) >= STEPS - 1 and not fallbacks(model)
+
+
 def speech_to_words():
     """Fewer frames than a trial's mask has give no token at all."""
     sizes = {"hidden_size": WIDTH, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48}
@@ -126,15 +146,16 @@ def test_a_mask_of_frames_that_a_trial_cannot_hide(steps, monkeypatch):
 
 
 def pictures_to_text(config):
-    """As Donut and TrOCR, whose texts are written by a decoder inside of another model."""
+    """As Donut and TrOCR, whose texts are written by a decoder inside of another model. BERT counts by itself."""
     sizes = {"hidden_size": WIDTH, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48}
     encoder = t.ViTConfig(**sizes, image_size=16, patch_size=4)
-    decoder = config(**TEXT, is_decoder=True, add_cross_attention=True, is_encoder_decoder=False)
+    sizes = TEXT | sizes | {"num_hidden_layers": 2, "n_embd": WIDTH, "n_layer": 2, "n_head": 4}
+    decoder = config(**sizes, is_decoder=True, add_cross_attention=True, is_encoder_decoder=False)
     both = t.VisionEncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder)
     return t.VisionEncoderDecoderModel(both)
 
 
-@pytest.mark.parametrize("config", [t.MBartConfig, t.TrOCRConfig])
+@pytest.mark.parametrize("config", [t.MBartConfig, t.TrOCRConfig, t.GPT2Config, t.BertConfig])
 def test_texts_of_pictures(config, steps, attended, monkeypatch):
     monkeypatch.setitem(MAKES, "pictures", lambda: pictures_to_text(config))
     model, stock = optimized("pictures")
