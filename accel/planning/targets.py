@@ -18,7 +18,7 @@ from torch import nn
 
 from accel.libraries.code import comes_from
 from accel.libraries.hooks import hook_of
-from accel.libraries.models import generates_by_itself, is_causal_lm, is_model, is_pipeline
+from accel.libraries.models import generates_by_itself, is_causal_lm, is_model, is_pipeline, is_seq2seq
 from accel.parallel.sharded_layers import fully_sharded
 
 GIVE = "give a model or pipeline of diffusers or transformers, or an object, module, list or dictionary that holds some"
@@ -148,16 +148,17 @@ def _walk(obj: object) -> Iterator[tuple[str, object]]:
 
 
 def _is_whole(one: object) -> bool:
-    """Whether it is a model that is taken as a whole. One that only wraps a language model is walked, since it calls
-    that by generate(), except models with an encoder.
+    """Whether it is a model that is taken as a whole. One that only wraps a language model, or one with an encoder, is
+    walked, since it calls that by generate().
     """
     if not isinstance(one, nn.Module):
         return False
     if not is_model(one):
         return fully_sharded(one)
-    if generates_by_itself(one) or getattr(getattr(one, "config", None), "is_encoder_decoder", False):
+    encodes = getattr(getattr(one, "config", None), "is_encoder_decoder", False)
+    if generates_by_itself(one) or (encodes and not is_seq2seq(one)):
         return True
-    return not any(is_causal_lm(module) for module in one.modules() if module is not one)
+    return not any(is_causal_lm(module) or is_seq2seq(module) for module in one.modules() if module is not one)
 
 
 def _children(one: Any) -> Iterator[tuple[str, Any]]:

@@ -153,17 +153,15 @@ def one_model_in_two_places():
     return named(model, {"wrapped": nn.DataParallel(model), "inner": model.model}), lambda obj: written(obj.chat)
 
 
-@target(3)
-def model_around_a_language_model():
-    """Its own forward takes no cache: it hands an image and a text to the generate() of the model inside."""
+def around(text: dict):
+    """BLIP-2: its own forward takes no cache; it hands an image and a text to the generate() of the model inside."""
     import transformers
 
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
-    text = {"model_type": "opt", "vocab_size": 99, "ffn_dim": 48, "word_embed_proj_dim": 32, **sizes}
     config = transformers.Blip2Config(
         vision_config=sizes | {"image_size": 16, "patch_size": 8},
         qformer_config=sizes | {"encoder_hidden_size": 32},
-        text_config=text | {"max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
+        text_config=sizes | {"vocab_size": 99, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0} | text,
         num_query_tokens=4,
         image_token_index=90,
     )
@@ -172,6 +170,16 @@ def model_around_a_language_model():
     ids = torch.cat([torch.full((1, 4), 90), IDS], dim=1)
     given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": torch.ones(1, 3, 16, 16)}
     return model, lambda obj: [obj.generate(**given, max_new_tokens=4, do_sample=False)]
+
+
+@target(3)
+def model_around_a_language_model():
+    return around({"model_type": "opt", "ffn_dim": 48, "word_embed_proj_dim": 32, "max_position_embeddings": 64})
+
+
+@target(3)
+def model_around_one_with_an_encoder():
+    return around({"model_type": "t5", "d_model": 32, "d_kv": 16, "d_ff": 48, "num_layers": 2, "num_heads": 2})
 
 
 @target()
