@@ -183,6 +183,10 @@ class FastForward(InstanceMethod):
                         reason = str(error) if isinstance(error, Unfit) else told
         if not self.beneath:
             self.log.fell_back(self.path, reason)
+        return self.by_stock(*args, **kwargs)
+
+    def by_stock(self, *args: Any, **kwargs: Any) -> Any:
+        """What stock gives; its error is the caller's, and no reason to try again."""
         try:
             return self.stock(*args, **kwargs)
         except Exception as error:

@@ -111,7 +111,7 @@ class Seq2SeqForward(FastForward):
         cache = given.pop(self.cache_name, None)
         if is_empty(cache):
             if (made := self._first(cache, given)) is None:
-                return self.stock(*args, **kwargs)
+                return self.by_stock(*args, **kwargs)
         else:
             self._check(given)
             with self.lock, self.order.inside(given[TOKENS].device):

@@ -179,6 +179,20 @@ def test_a_text_that_is_all_padding_runs_stock(family):
     assert [one[2] for one in accel.report(model).fallbacks] == before
 
 
+@torch.no_grad()
+def test_first_tokens_that_stock_refuses_are_refused_once():
+    """Else in other words, as the cache has begun by then."""
+    model, stock = optimized("Bart")
+    given = {"encoder_outputs": BaseModelOutput(torch.zeros(3, 7, WIDTH)), "decoder_input_ids": torch.ones(2, 9).long()}
+    told = []
+    for one in (model, stock):
+        with pytest.raises(RuntimeError) as error:
+            one(**given, past_key_values=t.EncoderDecoderCache(t.DynamicCache(), t.DynamicCache()))
+        told.append(str(error.value))
+    assert told[0] == told[1]
+    assert not fallbacks(model)
+
+
 def test_padding_of_a_model_of_several_texts_is_not_known():
     """And no reason to run the encoder stock."""
     sizes = {"hidden_size": WIDTH, "num_hidden_layers": 1, "num_attention_heads": 4, "ffn_dim": 48, "vocab_size": WORDS}
