@@ -139,7 +139,7 @@ class Seq2SeqForward(FastForward):
             hidden = given[ENCODED].last_hidden_state
             with self.lock, self.order.inside(tokens.device):
                 self.trusted = False
-                told = [step_behind(self.module, one, at, hidden.shape[1], self.masks) for at, one in enumerate(steps)]
+                told = [step_behind(self, one, at, hidden.shape[1]) for at, one in enumerate(steps)]
                 if any(one.key != told[0].key for one in told) or not self._ready(told[0].rooms[OWN]):
                     return None
                 for own, attention in zip(layers, self.layers[0].attentions, strict=True):
@@ -218,7 +218,7 @@ class Seq2SeqForward(FastForward):
             raise Unfit("tokens on another device than the cache")
         if given[TOKENS].shape[0] != keys.shape[0]:
             raise Unfit("a cache of another number of rows")
-        step = step_behind(self.module, given, layers[OWN][0].get_seq_length(), length, self.masks)
+        step = step_behind(self, given, layers[OWN][0].get_seq_length(), length)
         holding = self._held(layers, step, self._beams_of(given[ENCODED].last_hidden_state))
         if (holding.beams > 1 or not self.whole) and not self._ready(step.rooms[OWN]):
             raise Unfit("its layers run their own code, which does not know the memory of steps")

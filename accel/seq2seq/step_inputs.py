@@ -108,11 +108,12 @@ def hides_a_text(forward: Any, *args: Any, **kwargs: Any) -> str | None:
     return EMPTY if known and forward.hidden_texts(mask) else None
 
 
-def step_behind(model: Any, given: dict[str, Any], start: int, length: int, masks: Masks) -> TextStep:
+def step_behind(forward: Any, given: dict[str, Any], start: int, length: int) -> TextStep:
     """The step that a call of one token stands for. Raises Unfit where it is none.
 
     given: the call's keywords; start: tokens before it; length: of the encoder.
     """
+    model, masks = forward.module, forward.masks
     tokens, encoder = given[TOKENS], given[ENCODED].last_hidden_state
     rows, mask = tokens.shape[0], getattr(given[ENCODED], MASK_BESIDE, None)
     if mask is not None and not masks.beside:
@@ -136,6 +137,8 @@ def step_behind(model: Any, given: dict[str, Any], start: int, length: int, mask
     attention, most = getattr(config, ATTENTION, None), getattr(config, "max_position_embeddings", None)
     if attention not in TAKES_MASKS:
         raise Unfit("an attention that takes other masks")
+    if forward.counts and start >= (most or 0):  # a GPU would not come back from a place behind a table
+        raise Unfit("more tokens than there are positions for")
     rooms = room_for(start + 1, most), room_of(length) if masks.encoder or masks.beside else length
     if mask is None and rooms[CROSS] != length:
         mask = tokens.new_ones(rows, length)

@@ -145,11 +145,11 @@ def test_a_mask_of_frames_that_a_trial_cannot_hide(steps, monkeypatch):
     assert ran
 
 
-def pictures_to_text(config):
+def pictures_to_text(config, **more):
     """As Donut and TrOCR, whose texts are written by a decoder inside of another model. BERT counts by itself."""
     sizes = {"hidden_size": WIDTH, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48}
     encoder = t.ViTConfig(**sizes, image_size=16, patch_size=4)
-    sizes = TEXT | sizes | {"num_hidden_layers": 2, "n_embd": WIDTH, "n_layer": 2, "n_head": 4}
+    sizes = TEXT | sizes | {"num_hidden_layers": 2, "n_embd": WIDTH, "n_layer": 2, "n_head": 4} | more
     decoder = config(**sizes, is_decoder=True, add_cross_attention=True, is_encoder_decoder=False)
     both = t.VisionEncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder)
     return t.VisionEncoderDecoderModel(both)
@@ -163,6 +163,17 @@ def test_texts_of_pictures(config, steps, attended, monkeypatch):
     call = {"pixel_values": torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))}
     assert_same(model, stock, call, options() | {"decoder_start_token_id": 2, "pad_token_id": 0, "eos_token_id": 1})
     assert len(ran) >= STEPS - 1 and True in attended and not fallbacks(model)
+
+
+def test_no_step_reads_behind_the_positions_that_a_model_counts(steps, monkeypatch):
+    """Where stock raises, as it has none to give; a GPU would not come back from that place."""
+    monkeypatch.setitem(MAKES, "pictures", lambda: pictures_to_text(t.BertConfig, max_position_embeddings=6))
+    model, stock = optimized("pictures")
+    ran, call = steps(), {"pixel_values": torch.zeros(1, 3, 16, 16), "max_new_tokens": 8, "min_new_tokens": 8}
+    for one in (model, stock):
+        with pytest.raises(RuntimeError, match="must match the existing size"):
+            one.generate(**call, decoder_start_token_id=2, pad_token_id=0, eos_token_id=1)
+    assert len(ran) == 6 and "more tokens than there are positions for" in fallbacks(model)
 
 
 @pytest.mark.parametrize("family", ["Bart", "T5"])
