@@ -150,9 +150,12 @@ def generate(hook: GenerateHook, *args: Any, **kwargs: Any) -> Any:
 
 def with_fallback(hook: GenerateHook, *args: Any, **kwargs: Any) -> Any:
     """Asks for no attentions if those that align are enough."""
-    config, notes = _named(hook, args, kwargs)["generation_config"], hook.notes
+    given, notes = _named(hook, args, kwargs), hook.notes
+    config = given["generation_config"]
     heads, words = getattr(config, "alignment_heads", None), getattr(config, "return_token_timestamps", False)
-    if not (notes.plain and words and heads) or config.use_cache is False:  # then steps attend for all tokens again
+    # Without a cache steps attend for all tokens again; what an encoder gave before may have rows that have ended.
+    seen = config.use_cache is False or given.get(ENCODED) is not None
+    if not (notes.plain and words and heads) or seen:
         return hook.stock(*args, **kwargs)
     before = config.output_attentions
     notes.heads, config.output_attentions = heads, False

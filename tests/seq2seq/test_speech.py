@@ -7,6 +7,7 @@ import pytest
 import torch
 import transformers as t
 from transformers.generation.logits_process import WhisperTimeStampLogitsProcessor
+from transformers.modeling_outputs import BaseModelOutput
 
 import accel
 from accel.seq2seq.decoder import Seq2SeqForward
@@ -43,6 +44,7 @@ ONCE = {"force_unique_generate_call": True}  # else stock takes times of random 
 LONG = {"frames": 3 * FRAMES, "attention_mask": heard(3 * FRAMES)}
 BEFORE = {"prompt_ids": torch.tensor([PREVIOUS, 5, 6, 7])}
 MASKED = {"attention_mask": heard(FRAMES)}
+GIVEN = BaseModelOutput(torch.randn(3, FRAMES // 2, 64, generator=torch.Generator().manual_seed(5)))
 CALLS = {
     "a text": ENGLISH_TEXT,
     "the language is found": ONCE,
@@ -66,6 +68,7 @@ CALLS = {
     "long, temperatures": AGAIN | LONG | ONCE | {"condition_on_prev_tokens": True, "no_speech_threshold": 0.6},
     "words without a cache, by stock": ENGLISH_TEXT | WORDS | MASKED | {"use_cache": False},
     "words, by stock": ENGLISH_TEXT | WORDS | MASKED | ONCE | {"return_dict_in_generate": True},
+    "words of what an encoder gave, by stock": TIMED | WORDS | MASKED | {"encoder_outputs": GIVEN},
     "words of beams": ENGLISH_TEXT | WORDS | MASKED | {"num_beams": 3},
     "words of beams after a prompt": TIMED | WORDS | BEFORE | MASKED | {"num_beams": 2},
     "long, words of beams": TIMED | LONG | WORDS | {"num_beams": 2},
