@@ -28,7 +28,7 @@ from accel.tolerances import LINEAR
 MOST_MEASURED_ROWS = 512
 # Rows from which a product with its activation in one kernel takes less than cuBLAS's and a pass (H100): of a gate,
 # which is two products, and of an activation alone. By more inputs than so many the product takes longer than the pass.
-LEAST_ROWS, MOST_INPUTS = {True: 1536, False: 6144}, 2048
+LEAST_ROWS, MOST_INPUTS = {True: 1024, False: 1536}, 2048
 
 
 def product_for(
