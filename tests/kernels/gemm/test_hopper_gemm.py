@@ -246,6 +246,7 @@ def _activated(x, y, ACTIVATION: tl.constexpr):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the compiled kernels")
 @pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.share(1)
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_activations_by_few_instructions(name):
     """As exact as 16 bits show, small values too; and what is not finite as torch gives it."""
