@@ -79,7 +79,7 @@ class SpreadForward(DecoderForward):
                 step = ChainedStep(stores, graphs, variant, None if trusted else self.seen)
                 return self._in_chain(step, tokens, positions, keep).to(tokens.device, non_blocking=True)
             except Unchained:
-                self.chained = False
+                pass
         if trusted:
             raise Stale
         kvs: dict[int, KV] = {}
@@ -109,7 +109,6 @@ class SpreadForward(DecoderForward):
             step = ChainedStep(stores, graphs, variant, None if trusted else self.seen)
             return self._in_chain(step, tokens, positions, keep)
         except Unchained as error:
-            self.chained = False
             raise Unfit("its code does not hand each layer what the one before gave") from error
 
     @property
@@ -120,10 +119,14 @@ class SpreadForward(DecoderForward):
     def _in_chain(
         self, step: ChainedStep, tokens: torch.Tensor, positions: torch.Tensor | None, keep: int | torch.Tensor
     ) -> torch.Tensor:
-        """Raises Unchained."""
-        logits = self.logits_of(step, tokens, positions, keep)
-        if step.calls:
-            raise Unchained
+        """Raises Unchained, and is not tried again then."""
+        try:
+            logits = self.logits_of(step, tokens, positions, keep)
+            if step.calls:
+                raise Unchained
+        except Unchained:
+            self.chained = False
+            raise
         return logits
 
     def _placed(self) -> str | None:

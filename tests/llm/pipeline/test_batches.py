@@ -9,6 +9,7 @@ import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig, LogitsProcessorList
 
 import accel
+from accel.errors import Unfit
 from accel.libraries.hooks import HOOK
 from accel.llm.batching import limits
 from accel.llm.batching.limits import Limits
@@ -267,6 +268,15 @@ def test_where_something_is_done_between_layers_stock_batches(monkeypatch):
 
     monkeypatch.setattr(ChainedStep, "passes", handed_another)
     assert "does not hand each layer what the one before gave" in refusal(forward_of(ours))
+    assert not forward_of(ours).chained
+
+
+def test_a_step_before_layers_have_been_read_says_nothing_of_later_ones(both, monkeypatch):
+    forward = forward_of(both[0])
+    monkeypatch.setattr(forward.stretches[0], "read", None)
+    with pytest.raises(Unfit):
+        forward.over_stores(None, None, None, 1)
+    assert forward.chained
 
 
 def test_devices_of_several_kinds(both, monkeypatch):
