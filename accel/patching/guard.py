@@ -45,6 +45,7 @@ from accel.patching.owner import OWNER
 from accel.patching.snapshot import Snapshot
 from accel.patching.structure import (
     TRAINING_INSIDE,
+    another_kind,
     has_hooks,
     mentioned,
     overridden,
@@ -68,7 +69,7 @@ def changed_since(what: str) -> str:
 
 def another_class(before: type, now: type) -> str:
     """What was changed, of an object of another class."""
-    return f"{now.__name__} where {before.__name__} is expected: the class"
+    return f"{another_kind(now, before)}: the class"
 
 
 def same(value: object, before: object) -> bool:

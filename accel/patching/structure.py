@@ -229,13 +229,20 @@ def stock_method(part: object, value: object, name: str = "forward") -> bool:
     return getattr(value, "__func__", value) is getattr(type(part), name, None)
 
 
+def another_kind(found: type, *expected: type) -> str:
+    """That an object is of another class than one of these; of classes of one name, whose it is tells them apart."""
+    names = [kind.__name__ for kind in expected]
+    owner = f"{found.__module__.partition('.')[0]}'s " if found.__name__ in names else ""
+    return f"{owner}{found.__name__} where {' or '.join(names)} is expected"
+
+
 def plain(module: nn.Module | None, *kinds: type, stored: bool = False) -> str | None:
     """None where the module is exactly of one of the kinds and untampered, else the reason.
 
     By exact type: a LoRA layer is a Linear to isinstance, and its `.weight` lacks the adapter.
     """
     if module is None or type(module) not in kinds:
-        return f"{type(module).__name__} where {' or '.join(kind.__name__ for kind in kinds)} is expected"
+        return another_kind(type(module), *kinds)
     return tampered(module, stored)
 
 

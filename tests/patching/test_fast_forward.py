@@ -238,6 +238,8 @@ def test_parts_of_another_class_with_hooks_or_in_training_are_told():
     changed, _ = guarded(module)
     inner, module.inner = module.inner, nn.ReLU().eval()
     assert changed() == "ReLU where Tanh is expected: the class was changed after accel.optimize"
+    module.inner = type("Tanh", (nn.ReLU,), {"__module__": "peft.layer"})().eval()
+    assert changed() == "peft's Tanh where Tanh is expected: the class was changed after accel.optimize"
     module.inner = inner
     assert changed() is None
     handle = inner.register_forward_hook(lambda *_: None)
