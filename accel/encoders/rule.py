@@ -238,7 +238,9 @@ def _try(forward: EncoderForward, example: dict[str, Any]) -> None:
                 if (reason := next(filter(None, tried), None)) is None:
                     fitting.append(forward.shows)
                     if inputs == TEXT and mask in forward.names:
-                        forward.calls.weighs |= _weighs(forward, example | {mask: 2 * right[mask]})
+                        # Of one number alone, all scores would be more by as much, which softmax does not show.
+                        more_or_less = torch.arange(main.shape[1], device=main.device) % 2 + 1
+                        forward.calls.weighs |= _weighs(forward, example | {mask: right[mask] * more_or_less})
                     if not any(_differs(forward, *pair) for pair in turned):
                         return
     if not fitting:
