@@ -5,6 +5,7 @@ import triton.language as tl
 from triton.language.extra import libdevice
 
 from accel_kernels.device import interpreted
+from accel_kernels.elementwise.activations_triton import activate_fast, sigmoid_fast
 
 INTERPRETED = tl.constexpr(interpreted())
 library = tl if interpreted() else libdevice
@@ -58,26 +59,17 @@ def gelu_tanh(x):
     return 0.5 * x * (1.0 + tanh(inner))
 
 
-# For what is rounded to 8 bits afterwards, and is nothing else: off by a few units in the last place of fp32.
-@triton.jit
-def _quotient(x, y):
-    return x / y if INTERPRETED else libdevice.fast_dividef(x, y)
-
-
+# For what is rounded to 8 bits afterwards, and is nothing else.
 @triton.jit
 def near_sigmoid(x):
-    return _quotient(tl.full(x.shape, 1.0, tl.float32), 1.0 + tl.exp2(x * -1.4426950408889634))
+    return sigmoid_fast(x)
 
 
 @triton.jit
 def near_silu(x):
-    return _quotient(x, 1.0 + tl.exp2(x * -1.4426950408889634))
+    return activate_fast(x, "silu")
 
 
 @triton.jit
 def near_gelu_tanh(x):
-    """x * sigmoid(2 * inner), the same formula; the factors hold 2 * sqrt(2 / pi) / log(2)."""
-    inner = tl.fma(
-        x * x, tl.full(x.shape, -0.1029432395800235, tl.float32), tl.full(x.shape, -2.302208198144325, tl.float32)
-    )
-    return _quotient(x, 1.0 + tl.exp2(x * inner))
+    return activate_fast(x, "gelu_tanh")
