@@ -8,7 +8,7 @@ import functools
 
 import torch
 
-from accel.llm.generation.loop import token_loop
+from accel.llm.generation.loop import store_loop, token_loop
 from support.llm.families import make, padded, prompt
 from support.llm.miniatures.family import VOCAB
 from support.llm.outputs import flat, generate
@@ -313,7 +313,7 @@ def counting(monkeypatch, *methods: tuple[object, str, bool]) -> list[int]:
 
 def counting_loops(monkeypatch) -> list[int]:
     """[loops, steps]: from now on, how often the loop ran, and how many steps it launched."""
-    return counting(monkeypatch, (token_loop.TokenLoop, "run", False), (token_loop, "next_logits", False))
+    return counting(monkeypatch, (token_loop.TokenLoop, "run", False), (store_loop, "next_logits", False))
 
 
 def random_calls(count: int, seed: int, ways: tuple[dict, ...], longest: int, rows: int, most_new: int):

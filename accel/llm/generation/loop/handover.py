@@ -1,12 +1,12 @@
-"""What meets stock's token loop at its stopping criteria: it hands over to `TokenLoop`, or the next step is launched.
+"""What meets stock's token loop at its stopping criteria: it hands over to `StoreLoop`, or the next step is launched.
 
 generate() looks its decoding method up in the class, so `_sample` cannot be replaced for one model. But between two
 steps it calls methods of the model, and shows its tensor of tokens to the stopping criteria. So stock's `_sample` reads
-the prompt and chooses the first token. `_has_unfinished_sequences` then runs `TokenLoop`, puts all tokens into that
+the prompt and chooses the first token. `_has_unfinished_sequences` then runs `StoreLoop`, puts all tokens into that
 tensor, and reports that no row is unfinished. Stock ends with `streamer.end()` and returns the tensor.
 `returns_what_criteria_saw` checks that with the installed transformers.
 
-Calls that `TokenLoop` cannot take over, as with processors of the user's own, are looked ahead of. After every token
+Calls that `StoreLoop` cannot take over, as with processors of the user's own, are looked ahead of. After every token
 generate() reads whether all rows have ended. That waits for the GPU, and then the GPU waits for Python. But the inputs
 of the next forward are known: its token is chosen, mask and positions advance by one. So its graph is launched beside
 the stopping criteria, on a stream of its own. The next forward takes the result if it is given exactly these inputs,
@@ -25,7 +25,8 @@ from accel.libraries.code import comes_from
 from accel.libraries.generation import STEP, defers_stop_check, predictable, returns_what_criteria_saw
 from accel.llm.generation.decoder import DecoderForward
 from accel.llm.generation.loop.choice import draws_as_torch, pure
-from accel.llm.generation.loop.token_loop import GenerateRequest, TokenLoop, undisturbed
+from accel.llm.generation.loop.store_loop import StoreLoop, undisturbed
+from accel.llm.generation.loop.token_loop import GenerateRequest
 from accel.llm.kv_cache.pending_step import PendingStep
 from accel.llm.kv_cache.store import Store
 from accel.llm.pipeline.stretch import StretchGraphs
@@ -85,7 +86,7 @@ class Handover:
             return False
         # A second tensor over the same memory: `set_` below changes the noted one.
         known = ids.view_as(ids)
-        loop = TokenLoop(self.forward, store, self.request, self.criteria, known, self.unfinished, self.prompt)
+        loop = StoreLoop(self.forward, store, self.request, self.criteria, known, self.unfinished, self.prompt)
         ids.set_(loop.run())  # type: ignore[call-overload]
         return True
 
@@ -130,7 +131,7 @@ def begin(forward: DecoderForward, runner: GraphRunner, store: Store, ids: torch
 class Lookahead(StoppingCriteriaList):
     """The stopping criteria of one generate() call, which launch the next step whenever they are asked.
 
-    handover: to `TokenLoop`, where it may take over; then no step is launched here.
+    handover: to `StoreLoop`, where it may take over; then no step is launched here.
     """
 
     def __init__(

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
 
-from accel.llm.generation.loop import token_loop
+from accel.llm.generation.loop import store_loop, token_loop
 from support.llm.calls import Kept, followed_by_numbers
 from support.llm.families import in_turn, prompt
 from support.llm.outputs import same
@@ -186,14 +186,14 @@ def test_a_streamer_that_breaks_off(at, error, pair_of, ran):
 def test_a_step_that_raises(pair_of, ran, monkeypatch):
     """What was chosen before it is handed on first."""
     ours, _ = pair_of("llama")
-    step, calls = token_loop.next_logits, itertools.count()
+    step, calls = store_loop.next_logits, itertools.count()
 
     def failing(*args):
         if next(calls) >= 4:
             raise torch.OutOfMemoryError("no more")
         return step(*args)
 
-    monkeypatch.setattr(token_loop, "next_logits", failing)
+    monkeypatch.setattr(store_loop, "next_logits", failing)
     streamer, cache = Stream(ours), DynamicCache(config=ours.config)
     with pytest.raises(torch.OutOfMemoryError, match="no more"):
         followed_by_numbers(ours, (6,), streamer=streamer, past_key_values=cache, do_sample=True)
