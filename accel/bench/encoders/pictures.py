@@ -31,6 +31,15 @@ MODELS: dict[str, tuple[str, dict, dict, tuple[int, int]]] = {
          "deepstack_visual_indexes": [5, 11, 17]},
         (64, 64),
     ),
+    "qwen3-vl-8b": (
+        "qwen3_vl",
+        _TEXT | {"vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32,
+                 "num_key_value_heads": 8, "num_hidden_layers": 36,
+                 "rope_parameters": _ROPE | {"mrope_section": [24, 20, 20]}},
+        {"depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "num_heads": 16, "out_hidden_size": 4096,
+         "deepstack_visual_indexes": [8, 16, 24]},
+        (64, 64),
+    ),
     "tiny-vl": (
         "qwen2_5_vl",
         {"num_hidden_layers": 2, "vocab_size": 200, "hidden_size": 64, "intermediate_size": 96,
