@@ -6,6 +6,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from accel.errors import SkippedSite, reason_of
+from accel.llm.batching.hook import adapters_by_prompt
 from accel.llm.family import RULES
 from accel.llm.generation.pace import pace
 from accel.llm.moe.experts import find_formula
@@ -27,7 +28,7 @@ from accel.quantization.model import RULE
 
 def language_plan(model: nn.Module, context: Context, towers: tuple[Rule, ...] = ()) -> Plan:
     """The plan of a causal language model. towers: rules for what it sees images by."""
-    stages = place, import_prequantized, round_activations, analyze_layers, quantize
+    stages = place, import_prequantized, round_activations, analyze_layers, quantize, adapters_by_prompt
     return Plan(model, (*RULES, *towers), context, stages, pace)
 
 

@@ -143,6 +143,10 @@ class Patch:
             self.mark = vars(self.owner).pop(OWNER, None)
 
 
+class StayingPatch(Patch):
+    """Of a method that takes more than stock's: stays where the others are taken out since stock is faster."""
+
+
 class ForwardPatch(Patch):
     """Replaces the forward of one module, underneath the hooks of accelerate and diffusers where there are any.
 

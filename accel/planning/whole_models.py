@@ -17,6 +17,7 @@ from accel.cuda_graphs.pays import clearly_faster
 from accel.errors import reason_of
 from accel.parallel.sharded_layers import ranks_of
 from accel.patching.fast_forward import FastForward
+from accel.patching.rule import StayingPatch
 from accel.patching.structure import placement
 from accel.planning.plan import Plan, Row
 from accel.planning.sites import WOULD_NOT
@@ -72,7 +73,8 @@ def _decide_on_gpu(plan: Plan) -> None:
 
 def _take_out(plan: Plan) -> None:
     plan.undo()
-    plan.patches = []
+    plan.patches = [patch for patch in plan.patches if isinstance(patch, StayingPatch)]
+    plan.apply()
 
 
 def _reason(plan: Plan) -> str:

@@ -11,13 +11,16 @@ from transformers import DynamicCache
 import accel
 from accel.cuda_graphs import pays
 from accel.diffusion.blocks.resnet import ResnetForward
+from accel.errors import Refused
 from accel.llm.generation import pace as pacing
 from accel.llm.generation.decoder import DecoderForward
 from accel.options import choose
 from accel.patching.fallback_log import FallbackLog
 from accel.patching.fast_forward import FastForward
+from accel.patching.owner import OWNER
 from accel.planning.plan import PLAN
 from accel.planning.whole_models import ON_CPU
+from support.llm.edits.places import lora
 from support.llm.families import make
 from support.noted import noted
 
@@ -102,6 +105,12 @@ def test_a_language_model_runs_stock_where_a_token_takes_longer_fused(fused, tim
     assert not fused and accel.report(model).fallbacks == [] and bool(patched(model)) is gpu
     after = "fused once it is on a GPU" if gpu else "fused where there is a GPU"
     assert told(model) == [("skipped", f"runs stock there: 2000.00 ms a token fused, 1000.00 stock; {after}")]
+    pytest.importorskip("peft")
+    lora("style", 0)(model)
+    for one in (model, copy.deepcopy(model)):  # stock would give every prompt the adapters that are active
+        with pytest.raises(Refused, match="adapter= and pictures are not for stock's own batching"):
+            one.generate_batch([[3, 4]], max_new_tokens=2, adapter="style")
+    assert not {"generate_batch", PLAN, OWNER} & vars(accel.restore(model)).keys()
 
 
 @pytest.mark.parametrize("stock", [1.0, 0.91], ids=["gain", "noise"])

@@ -28,10 +28,12 @@ from accel.llm.generation.loop.hooks import MethodHook
 from accel.llm.pipeline.stretch import StretchGraphs
 from accel.parallel.agreement import require_agreement
 from accel.parallel.lockstep import Lockstep
-from accel.patching.rule import Patch
+from accel.patching.rule import Context, Patch, StayingPatch
+from accel.planning.plan import StageResult
 
 NEVER = (lambda: None), None
 PLAIN = (bool, int, float, str, list, tuple, type(None))
+REFUSED = f"{CALL}: adapter= and pictures are not for stock's own batching, which is to run"
 ENDED = "the model is no longer optimized as it was: accel.restore, optimize or verify was called; make a new manager"
 
 
@@ -82,7 +84,7 @@ class InitContinuousBatching(MethodHook):
 
     def _stock_manager(self, reason: str | None, args: tuple, kwargs: dict) -> ContinuousBatchingManager:
         if BY_PROMPT.get() is not None:
-            raise Refused(f"{CALL}: adapter= and pictures are not for stock's own batching, which is to run: {reason}")
+            raise Refused(f"{REFUSED}: {reason}")
         return self.stock(*args, **kwargs)
 
     def refused(self) -> str | None:
@@ -245,6 +247,8 @@ class GenerateBatch(MethodHook):
             known_adapter(self.module, name)
         if not names and kwargs["inputs"] is not given:
             names = [None] * count
+        if names and not isinstance(vars(self.module).get(INIT), InitContinuousBatching):
+            raise Refused(f"{REFUSED}: the model runs stock, see accel.report")
         token = BY_PROMPT.set(names or None)
         try:
             return self.stock(**kwargs)
@@ -267,8 +271,13 @@ def batching_hook(
     """For a model whose class has the method. Not where somebody put another method on the model."""
     if INIT in vars(model) or not hasattr(type(model), INIT):
         return []
-    made = BatchingPatch(model, INIT, InitContinuousBatching(model, forward, runner))
-    return [made, *([] if CALL in vars(model) else [Patch(model, CALL, GenerateBatch(model, forward))])]
+    return [BatchingPatch(model, INIT, InitContinuousBatching(model, forward, runner))]
+
+
+def adapters_by_prompt(model: PreTrainedModel, context: Context) -> StageResult:
+    """A stage: `generate_batch` hands on what each prompt has beside tokens, or refuses it; stock leaves it unread."""
+    found = hasattr(type(model), CALL) and CALL not in vars(model)
+    return StageResult((StayingPatch(model, CALL, GenerateBatch(model, None)),) if found else ())
 
 
 def _ended(config: GenerationConfig) -> GenerationConfig:
