@@ -24,6 +24,7 @@ from accel.llm.parts.linear import Weights, weights
 from accel.llm.parts.norm import NormSpec, norm_spec
 from accel.llm.parts.part import BoundLinear, BoundNorm, BoundProjections, NormedInput
 from accel.llm.parts.step import Step
+from accel.llm.parts.written_weight import WrittenWeight
 from accel.llm.recording.plain_attention import plain_attention
 from accel.llm.recording.record import Attended, Call, LayerRecord, NotUnderstood, Record
 from accel.patching.fast_forward import Kernels
@@ -164,11 +165,11 @@ class BoundLatentAttention:
         up, adapters = adapted_weights(layer.get_submodule(spec.up), self.dtype)
         if up is None or adapters is None or up.transposed or up.ranks is not None or up.operands()[1] is not None:
             raise NotUnderstood("what makes keys and values of its latents is no plain linear")
-        self.up, self.adapters, self.written = up, adapters, None
+        self.up, self.adapters = up, adapters
+        self.written: WrittenWeight | None = None
         # The op reads plain numbers: they are few beside the other weights. What streams is not there yet.
         if up.quantized and not comes_when_called(layer):
-            with torch.inference_mode(False), torch.no_grad():  # else only such a mode could write them again
-                self.written = written_out(up.operands()[0], (), self.dtype)
+            self.written = WrittenWeight(up, self.dtype)
 
     def __call__(self, kernels: Kernels, step: Step, h: NormedInput, kwargs: dict) -> torch.Tensor:
         """See `BoundAttention`."""
@@ -188,12 +189,10 @@ class BoundLatentAttention:
         """What makes keys and values of latents, for tokens of this store; anew where it may change in place: what is
         written out where a text begins, and what adapters add in each call.
         """
-        held = self.written
-        if held is None:
-            held = self.up.operands()[0]
-        elif kv.is_prefill if kv.ragged is None else kv.ragged.most_prefills:
-            held.copy_(written_out(self.up.operands()[0], (), self.dtype))
-        return written_out(held, self.adapters, self.dtype)
+        written = self.written
+        if written is not None and (kv.is_prefill if kv.ragged is None else kv.ragged.most_prefills):
+            written.write()
+        return written_out(self.up.operands()[0] if written is None else written.numbers, self.adapters, self.dtype)
 
     def scaled_norm(self) -> Norm:
         """Of the latents; made anew where they are multiplied, as the weight may change in place."""

@@ -264,6 +264,8 @@ class DecoderForward(FastForward):
         store.set_padding_mask(mask)
         eager, metadata = partial(self.eager, store, start == 0), store.metadata
         arguments = (tokens, positions, metadata, keep)
+        for layer in self.layers if start else ():
+            layer.renew()
         if not start and self._adapters is not None:
             self._adapters.filled = None  # steps of this text trust that nothing is changed unseen meanwhile
         masked = store.padding_mask is not None
@@ -320,6 +322,8 @@ class DecoderForward(FastForward):
                 expect_all(self.module)
                 self.reason = self._bind(stack and not self.apart and streamed_model(self.module) is None)
                 self.seen = self._fingerprint()
+            for layer in self.layers:
+                layer.renew()
         if self.reason is not None:
             raise Unfit(self.reason)
 

@@ -14,6 +14,7 @@ from accel.llm.attention.attention import AttentionSpec, BoundAttention
 from accel.llm.parts.linear import weights
 from accel.llm.parts.part import NormedInput
 from accel.llm.parts.step import ForwardContext, Step
+from accel.llm.parts.written_weight import WrittenWeight
 from accel.llm.recording.record import NotUnderstood
 from accel.llm.runtime.layer import BoundLayer
 from accel.llm.runtime.layer_spec import LayerSpec
@@ -31,6 +32,7 @@ class LayerForward(FastForward):
     bound: Any  # a BoundLayer
     repeats = False  # another layer launches the same kernels, so that a dry run skips this one
     made_up = True  # masks that it is given; else its own code may look at them
+    written: Sequence[WrittenWeight] = ()  # of its attentions, once they are bound
 
     def __init__(self, module: nn.Module, *place: Any, spec: LayerSpec, steps: ForwardContext) -> None:
         super().__init__(module, *place)
@@ -85,7 +87,7 @@ class LayerForward(FastForward):
         return linears if all(can_stack(linears[0], one, biases=alike) for one in linears) else []
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in super().__getstate__().items() if name != "bound"}
+        return {name: value for name, value in super().__getstate__().items() if name not in ("bound", "written")}
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         step = None if torch.compiler.is_compiling() else self.steps.current
@@ -107,9 +109,24 @@ class LayerForward(FastForward):
                 for one in self.inner:
                     one.bind(self.module, stack)
                 self.bound = self._own_code if self.inner else BoundLayer(self.kernels, self.module, self.spec, stack)
+                self._follow()
             except (NotUnderstood, AttributeError) as error:  # or a module is gone
                 reason = str(error)
         return None if reason is None else f"{self.path}: {reason}"
+
+    def _follow(self) -> None:
+        """Finds the weights that its attentions have written out; each lies where it lay before."""
+        bound = [one.bound for one in self.inner] or [self.bound.attention]
+        mixers = (mixer for one in bound for mixer in getattr(one, "both", (one,)))
+        before = self.written
+        self.written = [one.written for one in mixers if getattr(one, "written", None) is not None]
+        for one, other in zip(self.written, before, strict=False):
+            one.follow(other)
+
+    def renew(self) -> None:
+        """What is written out holds what was changed in place since."""
+        for one in self.written:
+            one.renew()
 
     def _changed(self) -> str | None:
         if vars(self.module).get("forward") is not self:

@@ -147,6 +147,7 @@ def test_what_the_cache_shows_is_what_stocks_holds():
     assert store_of(caches[1]) is not None and not accel.report(ours).fallbacks
 
 
+@torch.no_grad()
 @pytest.mark.parametrize("weights", ["int8", "int4-g32"])
 def test_what_makes_keys_and_values_is_written_out_where_it_is_quantized(weights):
     stock = make("deepseek-v2", moe_intermediate_size=64, kv_lora_rank=32)
@@ -155,10 +156,17 @@ def test_what_makes_keys_and_values_is_written_out_where_it_is_quantized(weights
     assert rows["model.layers.0.self_attn.kv_b_proj"] == "patched"
     ids, mask = padded()
     same(generate(ours, ids, mask), generate(rounded(stock, ours), ids, mask))
-    bound = vars(ours.model.layers[0])["forward"].bound
-    assert bound.attention.written.shape == (4 * 20, 32) and not accel.report(ours).fallbacks
+    layer = vars(ours.model.layers[0])["forward"]
+    address = layer.bound.attention.written.numbers.data_ptr()
+    assert layer.bound.attention.written.numbers.shape == (4 * 20, 32) and not accel.report(ours).fallbacks
+    begun = [model(ids[:, :-1], use_cache=True).past_key_values for model in (ours, rounded(stock, ours))]
     ours.model.layers[0].self_attn.kv_b_proj.scales.mul_(1.5)  # in place, as a state_dict is loaded
-    same(generate(ours, ids, mask), generate(rounded(stock, ours), ids, mask))
+    models = ours, rounded(stock, ours)
+    mine, theirs = (one(ids[:, -1:], past_key_values=text) for one, text in zip(models, begun, strict=True))
+    torch.testing.assert_close(mine.logits, theirs.logits, rtol=1e-4, atol=1e-4)
+    vars(ours)["forward"].seen = None  # as where the model has changed: graphs of before read where they read
+    same(generate(ours, ids, mask), generate(models[1], ids, mask))
+    assert layer.bound.attention.written.numbers.data_ptr() == address and not accel.report(ours).fallbacks
 
 
 def test_every_head_has_a_counter():

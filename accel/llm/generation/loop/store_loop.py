@@ -50,6 +50,8 @@ def next_logits(
     """
     rows = tokens.shape[0]
     store.reserve(rows, store.length + 1)
+    for layer in () if trusted else forward.layers:
+        layer.renew()
     eager, arguments = partial(forward.eager, store, False), (tokens, positions, store.metadata, keep)
     variant = ("mask",) if store.padding_mask is not None else ()
     if isinstance(forward.runner, StretchGraphs) and tokens.is_cuda and by_graph(rows, 1):
