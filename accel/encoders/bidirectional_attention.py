@@ -1,6 +1,6 @@
 """Attention among the tokens of a call, found by comparing with a record: both ways, in a window, or causal."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
@@ -20,19 +20,15 @@ from accel.llm.attention.attention import UnderstoodAttention
 from accel.llm.attention.projections import projections_of, split
 from accel.llm.attention.rotary import turnings
 from accel.llm.attention.softmax_attention import BoundSoftmaxAttention, Formula, Parts, SoftmaxSpec, normed
-from accel.llm.recording.record import Call, LayerRecord, NotUnderstood, Record, Value, of_any_length
+from accel.llm.recording.reach import Reach, reach_of
+from accel.llm.recording.record import Call, LayerRecord, NotUnderstood, Record, Value
 from accel.patching.fast_forward import Kernels
-
-QUERIES = (3, 77, 5003, 200_003)  # positions of queries whose view is looked at
-MOST = 1 << 17  # how far
 
 SHOWN = {"is_causal", "return_dict"}  # the former by the mask
 OWN = "its own code attends, by a formula that is not known"
 OWN_MASK = "its attention mask is made in a way of its own"
 UNTURNED = {"q_norm": None, "k_norm": None, "key_scale": 1.0, "rotary": None, "norms_after": False}
 PLAIN = {"q_scale": None, "softcap": None, "sinks": None, "slopes": None}  # scores of nothing but products
-
-Reach = tuple[int | None, int | None]
 
 
 @dataclass
@@ -236,32 +232,6 @@ def scale_of(layer: LayerRecord, made: torch.Tensor) -> float | None:
     if before is None or not agree(made * before, wanted):
         return None
     return before * (usual if told is None else told)
-
-
-def reach_of(visible: Callable[..., Any]) -> Reach | None:
-    """How far a query sees to the left and to the right by a function (row, head, query, key) -> bool, see
-    `BidirectionalSpec`. Raises NotUnderstood for any other view.
-    """
-    zero = torch.zeros((), dtype=torch.int64, device="cpu")
-    found, whole, visible = set(), 0, of_any_length(visible)
-    for query in QUERIES:
-        keys = torch.arange(max(0, query - MOST), query + MOST, device="cpu")
-        try:
-            seen = torch.as_tensor(visible(zero, zero, torch.full_like(keys, query), keys)).expand(len(keys)).nonzero()
-        except (IndexError, RuntimeError) as error:  # it looks positions up
-            raise NotUnderstood("its attention mask is made of more than positions") from error
-        first, last = (int(keys[seen[at]]) if len(seen) else -1 for at in (0, -1))
-        if last - first + 1 != len(seen) or not first <= query <= last:
-            raise NotUnderstood("its attention mask is no window")
-        # Where the view ends with the keys that are looked at, it may go on.
-        whole = max(whole, query - first) if first == keys[0] else whole
-        found.add((None if first == keys[0] else query - first, None if last == keys[-1] else last - query))
-    lefts, rights = {left for left, _ in found} - {None}, {right for _, right in found}
-    # In chunks the first queries see all, which in a window of that width they would not.
-    if len(lefts) > 1 or len(rights) != 1 or min(filter(None, lefts), default=MOST) < whole:
-        raise NotUnderstood("its attention mask is no window that is known")
-    reach = next(iter(lefts), None), rights.pop()
-    return None if reach == (None, None) else reach
 
 
 def _blinded(y: torch.Tensor, v: torch.Tensor, step: Any) -> torch.Tensor:

@@ -17,7 +17,8 @@ from accel.libraries.models import is_seq2seq
 from accel.llm.recording.inputs import ROWS, example_ids, few
 from accel.llm.recording.position_table import WithinTables
 from accel.llm.recording.record import NotUnderstood
-from accel.llm.recording.recorder import decoder_layers, resting
+from accel.llm.recording.recorder import decoder_layers
+from accel.llm.recording.resting import resting
 from accel.patching.structure import placement
 
 INTERPOLATED = "interpolate_pos_encoding"

@@ -13,7 +13,7 @@ from accel.libraries.attention import lent_attention
 from accel.llm.recording.implementation import lent_configs
 from accel.llm.recording.inputs import example_ids, most_configured
 from accel.llm.recording.record import NotUnderstood
-from accel.llm.recording.recorder import resting
+from accel.llm.recording.resting import resting
 from accel.patching.fast_forward import FastForward
 from accel.patching.structure import plain
 

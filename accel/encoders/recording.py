@@ -20,7 +20,8 @@ from accel.errors import reason_of
 from accel.in_flight import listening
 from accel.llm.recording.implementation import foreign_attention
 from accel.llm.recording.record import Attended, LayerRecord, NotUnderstood, Record, Stored, Value
-from accel.llm.recording.recorder import NAME, Recorder, decoder_layers, resting
+from accel.llm.recording.recorder import NAME, Recorder, decoder_layers
+from accel.llm.recording.resting import resting
 from accel.llm.runtime.layer import own_code_around, put_together
 from accel.llm.runtime.layer_spec import LayerSpec
 from accel.patching.structure import placement

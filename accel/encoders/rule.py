@@ -49,7 +49,7 @@ from accel.llm.parts.step import ForwardContext
 from accel.llm.recording.inputs import example_ids, last_positions
 from accel.llm.recording.position_table import WithinTables
 from accel.llm.recording.record import NotUnderstood
-from accel.llm.recording.recorder import resting
+from accel.llm.recording.resting import resting
 from accel.patching.fast_forward import as_written
 from accel.patching.rule import Change, Context, ForwardPatch, Match, Rule, Site, Skip, first_of
 from accel.patching.structure import meta_weights, side_effects

@@ -17,7 +17,7 @@ from accel.llm.attention.softmax_attention import BoundSoftmaxAttention
 from accel.llm.parts.part import NormedInput
 from accel.llm.recording.inputs import ROWS
 from accel.llm.recording.record import NotUnderstood, Value, given_names
-from accel.llm.recording.recorder import resting
+from accel.llm.recording.resting import resting
 from accel.patching.fast_forward import Kernels
 
 NORMS = {F.layer_norm, torch.layer_norm}

@@ -3,16 +3,13 @@
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from functools import partial
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from math import inf
 from typing import Any
 
 import torch
 
-from accel.cuda_graphs.fingerprint import Fingerprint
-from accel.cuda_graphs.runner import GraphRunner
 from accel.errors import Unfit
 from accel.libraries.cache import (
     ENCODED,
@@ -25,7 +22,6 @@ from accel.libraries.cache import (
     cache_argument,
     cache_field,
     empty_layers,
-    encoded,
     filled_layers,
     hold_nothing,
     is_empty,
@@ -33,66 +29,62 @@ from accel.libraries.cache import (
     output_of,
     with_present_names,
 )
-from accel.llm.parts.step import ForwardContext
-from accel.llm.recording.record import NotUnderstood, is_absent
+from accel.llm.recording.record import is_absent
 from accel.offload.call_hooks import streamed_model
-from accel.patching.fast_forward import FastForward
-from accel.patching.structure import CallersHook, foreign_hooks
 from accel.seq2seq.course import Course, StreamOrder
-from accel.seq2seq.fixed_memory import CROSS, OWN, FixedMemory, HeldLayer, HeldWindow, Holding, Length
-from accel.seq2seq.layers import DecoderLayerForward
-from accel.seq2seq.memory_attention import MemoryStep, hiding, up_to
-from accel.seq2seq.step_inputs import HiddenTexts, MaskByLengths, Masks, TextStep, hides_a_text, step_behind
+from accel.seq2seq.fixed_memory import CROSS, OWN, FixedMemory, HeldLayer, HeldWindow, Holding
+from accel.seq2seq.step_forward import DecoderStepForward
+from accel.seq2seq.step_inputs import HiddenTexts, TextStep, hides_a_text, step_behind
 
 KNOWN = {TOKENS, ENCODED, ENCODER_MASK, MASK, POSITIONS, "use_cache", "return_dict"}
-MADE = ("logits", "decoder_hidden_states")  # of an output; T5Gemma tells the last hidden states unasked
 LAYERS = DynamicLayer, DynamicSlidingWindowLayer, HeldLayer, HeldWindow
 FIRST = 8  # tokens that a text may begin with, to be run one by one
 RECENT = 1.0  # seconds since a step, after which a text counts as ended
 
 
-class Seq2SeqForward(FastForward):
-    """Steps run the model's own code over a cache at fixed addresses, whose lengths are numbers on the device.
+class Seq2SeqForward(DecoderStepForward):
+    """Takes over the cache of a text, and has its steps computed there.
 
-    masks: that the decoder reads. output: the class of what a call returns; width: of what the encoder gives. layers:
-    fused in steps; none where they are not understood. whole: steps may also run the model's own code all through.
-    begins: a few first tokens may be so many steps too. apart: weights stay where they are, as layers are tried.
-    counts: steps are told the positions that the model would count.
+    output: the class of what a call returns. whole: steps may also run the model's own code all through. begins: a few
+    first tokens may be so many steps too.
     """
 
     captures = False  # the encoder and the prompt are run one by one, in which lone sites must pay
     renewed = (
-        "cache_name", "lock", "memory", "holding", "used", "declined", "order", "seen", "reason", "biases", "beams",
-        "course", "trusted", "hidden_texts",
-    )  # fmt: skip
-    runner: GraphRunner | None
-    masks = Masks()
+        *DecoderStepForward.renewed,
+        "cache_name",
+        "lock",
+        "memory",
+        "holding",
+        "used",
+        "order",
+        "beams",
+        "course",
+        "hidden_texts",
+    )
     whole = True
-    begins = apart = counts = False
+    begins = False
     unfit = hides_a_text
     output: type
-    width: int
-    layers: Sequence[DecoderLayerForward] = ()
-    steps: ForwardContext
-    seen: Fingerprint | None
-    reason: str | None  # why the layers run their own code, as they are now
-    biases: dict[str, tuple[torch.Tensor, torch.Tensor]]
     memory: FixedMemory
     holding: Holding | None
     used: tuple[int, float]  # by which thread, and when
     course: Course
     hidden_texts: HiddenTexts
-    trusted: bool  # the model in this step
     beams: tuple[Callable, int]  # rows of one text, of what an encoder gave as the first says, a weak reference
-    declined: set[tuple]  # steps whose graph gains nothing, or is none
     order: StreamOrder
 
     def renew(self) -> None:
+        super().renew()
         self.cache_name = cache_argument(type(self.module).forward) or ""
-        self.memory, self.holding, self.used = FixedMemory(), None, (0, 0.0)
-        self.declined, self.order, self.lock = set(), StreamOrder(), threading.RLock()
-        self.seen, self.reason, self.biases = None, None, {}
-        self.beams, self.course, self.trusted, self.hidden_texts = ((lambda: None), 1), Course(), False, HiddenTexts()
+        self.memory = FixedMemory()
+        self.holding = None
+        self.used = 0, 0.0
+        self.order = StreamOrder()
+        self.lock = threading.RLock()
+        self.beams = (lambda: None), 1
+        self.course = Course()
+        self.hidden_texts = HiddenTexts()
 
     def forget(self) -> None:
         super().forget()
@@ -140,7 +132,7 @@ class Seq2SeqForward(FastForward):
             with self.lock, self.order.inside(tokens.device):
                 self.trusted = False
                 told = [step_behind(self, one, at, hidden.shape[1]) for at, one in enumerate(steps)]
-                if any(one.key != told[0].key for one in told) or not self._ready(told[0].rooms[OWN]):
+                if any(one.key != told[0].key for one in told) or not self.ready(told[0].rooms[OWN]):
                     return None
                 for own, attention in zip(layers, self.layers[0].attentions, strict=True):
                     shape = hidden.shape[0], attention.kv_heads, 0, attention.dim
@@ -220,7 +212,7 @@ class Seq2SeqForward(FastForward):
             raise Unfit("a cache of another number of rows")
         step = step_behind(self, given, layers[OWN][0].get_seq_length(), length)
         holding = self._held(layers, step, self._beams_of(given[ENCODED].last_hidden_state))
-        if (holding.beams > 1 or not self.whole) and not self._ready(step.rooms[OWN]):
+        if (holding.beams > 1 or not self.whole) and not self.ready(step.rooms[OWN]):
             raise Unfit("its layers run their own code, which does not know the memory of steps")
         self.course.note(cache, holding, given, step)
         return self._next(holding, step)
@@ -232,7 +224,7 @@ class Seq2SeqForward(FastForward):
 
     def _next(self, holding: Holding, step: TextStep) -> dict[str, Any]:
         self.used = threading.get_ident(), time.monotonic()
-        made = self._run(holding, step)
+        made = self.run_step(holding, step)
         holding.lengths[OWN] += 1
         return made
 
@@ -262,7 +254,7 @@ class Seq2SeqForward(FastForward):
             if bytes_ * sum(rooms) > 2**20 * self.runner.pool.limit_mb(device):
                 raise Unfit("its keys and values take more than graph_memory_gb allows")
         before = self.memory.addresses
-        ready = self._ready(rooms[OWN])  # here, as what is bound may be looked at, which a graph cannot
+        ready = self.ready(rooms[OWN])  # here, as what is bound may be looked at, which a graph cannot
         self.holding = Holding(self.memory, layers, rooms, beams if ready else 1)
         if self.runner is not None and self.memory.addresses != before:
             with self.runner.pool.lock:  # its graphs write where other things may be now
@@ -270,81 +262,3 @@ class Seq2SeqForward(FastForward):
                     self.runner.pool.drop(entry)
                 self.runner.entries.clear()
         return self.holding
-
-    def _run(self, holding: Holding, step: TextStep) -> dict[str, Any]:
-        holding.settle(OWN)
-        holding.settle(CROSS)
-        eager: Callable = partial(self.step, holding)
-        if self.runner is None or not step.given.tokens.is_cuda:
-            return eager(*step.given)
-        variant = holding.room(OWN), holding.room(CROSS), holding.beams, step.attention
-        replayed: Any = self.runner.begin(tuple(step.given), {}, variant) if self.trusted else None
-        if replayed is not None:
-            return replayed.outputs
-        made: Any = self.runner(eager, tuple(step.given), {}, variant)
-        known = (entry for key, entry in self.runner.entries.items() if key[-1] == variant)
-        if self.runner.reason is not None or any(entry.reason is not None for entry in known):
-            self.declined.add(step.key)
-        return made
-
-    def step(
-        self,
-        holding: Holding,
-        tokens: torch.Tensor,
-        start: torch.Tensor,
-        mask: torch.Tensor | None,
-        padding: torch.Tensor | None,
-        positions: torch.Tensor | None,
-    ) -> dict[str, Any]:
-        """`MADE`, of (rows, 1, ...), by the model's own code. Nothing it does depends on lengths in Python."""
-        rows, room, cross = holding.rows, holding.room(OWN), holding.room(CROSS)
-        holding.place.length = Length(start.reshape(1), 1, room - 1)
-        dtype, fused = holding.kept[OWN].dtype, self._ready(room)
-        # Of what the encoder gave, and of masks if layers are fused, the model reads the shape, or the trial failed.
-        nothing = torch.full((1, 1, 1, 1), torch.nan, dtype=dtype, device=tokens.device).expand(rows, -1, -1, -1)
-        own, hidden = (nothing.expand(-1, -1, -1, size) for size in (room, cross))
-        if not fused:
-            own = hiding(up_to(start, room, padding), dtype).expand(rows, -1, -1, -1)
-            hidden = hidden if mask is None else hiding(mask.bool(), dtype)
-        inside = fused and type(self.masks.frames) is MaskByLengths  # the model makes its own, of frames
-        given: dict[str, Any] = {} if mask is None or self.masks.beside or inside else {ENCODER_MASK: hidden}
-        beside = hidden if mask is not None and self.masks.beside else None
-        given |= {
-            TOKENS: tokens,
-            ENCODED: encoded(nothing[:, 0].expand(-1, cross, self.width), beside),
-            MASK: own,
-            self.cache_name: holding.shown,
-            "use_cache": True,
-            "return_dict": True,
-        }
-        positions = start.expand(rows, 1) if positions is None and self.counts else positions
-        given |= {} if positions is None else {POSITIONS: positions}
-        step = MemoryStep(self.kernels, holding, start, (padding, mask), self.biases) if fused else None
-        with nullcontext() if step is None else self.steps.taken(step):
-            output = type(self.module).forward(self.module, **given)
-        return {name: output[name] for name in MADE if name in output}
-
-    def _ready(self, room: int) -> bool:
-        """Whether the layers may be computed fused. Binds them to the weights where the model has changed."""
-        if not self.layers:
-            return False
-        if self.seen is None or not (self.trusted or (self.seen.reachable() and self.seen.holds())):
-            self.reason = self._bind()
-            self.seen = Fingerprint(self.module)
-        longest = min((one.most or room for layer in self.layers for one in layer.biases), default=room)
-        reason = self.reason if longest >= room else f"more than {longest} tokens, and a position bias"
-        if reason is not None:
-            self.log.fell_back(self.path, f"its layers run their own code: {reason}")
-        return reason is None
-
-    def _bind(self) -> str | None:
-        try:
-            path, _, _ = self.layers[0].path.rpartition(".")
-            if [*self.module.get_submodule(path)] != [one.module for one in self.layers]:
-                return "they are other ones now"
-            self.biases = {one.path: one.bind(self.module) for layer in self.layers for one in layer.biases}
-        except (NotUnderstood, AttributeError) as error:  # or it is gone
-            return str(error)
-        stack = not self.apart and streamed_model(self.module) is None
-        hooked = (f"{one.path} has forward hooks" for one in self.layers if foreign_hooks(one.module, CallersHook))
-        return next(hooked, None) or next(filter(None, (one.bind(stack) for one in self.layers)), None)

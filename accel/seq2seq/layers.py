@@ -21,7 +21,8 @@ from accel.llm.parts.norm import normlike
 from accel.llm.parts.step import ForwardContext
 from accel.llm.recording.implementation import foreign_attention
 from accel.llm.recording.record import Call, LayerRecord, NotUnderstood, Record, Value
-from accel.llm.recording.recorder import LINEARS, resting
+from accel.llm.recording.recorder import LINEARS
+from accel.llm.recording.resting import resting
 from accel.llm.runtime.layer import BoundLayer, put_together
 from accel.llm.runtime.layer_spec import LayerSpec
 from accel.patching.structure import placement

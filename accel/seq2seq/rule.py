@@ -33,7 +33,7 @@ from accel.libraries.models import is_seq2seq
 from accel.llm.parts.step import ForwardContext
 from accel.llm.recording.position_table import WithinTables
 from accel.llm.recording.record import NotUnderstood
-from accel.llm.recording.recorder import model_side_effects, resting
+from accel.llm.recording.resting import model_side_effects, resting
 from accel.patching.fast_forward import as_written
 from accel.patching.rule import Change, Context, ForwardPatch, Match, Patch, Site, Skip
 from accel.patching.structure import meta_weights, placement, side_effects

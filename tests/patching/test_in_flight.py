@@ -14,7 +14,7 @@ from accel.fusion.channels_last import ChannelsLast
 from accel.fusion.stacked_linears import Stacked
 from accel.llm.generation import routing
 from accel.llm.generation.layer_forward import LayerForward
-from accel.llm.recording.recorder import resting
+from accel.llm.recording.resting import resting
 from accel.patching import probe
 from support.llm.families import make, padded
 from support.patched import fast_forwards

@@ -131,7 +131,7 @@ def test_layers_that_are_others_now_run_their_own_code_and_it_is_told(change, st
 
 def test_first_tokens_that_fail_leave_an_empty_cache(steps, monkeypatch):
     model, stock = optimized("Bart")
-    ran, run, calls = steps(), Seq2SeqForward._run, []
+    ran, run, calls = steps(), Seq2SeqForward.run_step, []
 
     def failing(*args):
         calls.append(1)
@@ -139,7 +139,7 @@ def test_first_tokens_that_fail_leave_an_empty_cache(steps, monkeypatch):
             raise RuntimeError("as of memory that is short")
         return run(*args)
 
-    monkeypatch.setattr(Seq2SeqForward, "_run", failing)
+    monkeypatch.setattr(Seq2SeqForward, "run_step", failing)
     assert_same(model, stock, source("Bart") | {"decoder_input_ids": PROMPT}, options())
     assert len(ran) == 1 + 9 and "as of memory that is short" in fallbacks(model)[0]
 
@@ -196,7 +196,7 @@ def test_a_step_that_is_written_down_once_serves_every_text(family, monkeypatch)
             kept[key] = make_fx(eager)(*tensors)
         return kept[key](*tensors)
 
-    monkeypatch.setattr(Seq2SeqForward, "_run", run)
+    monkeypatch.setattr(Seq2SeqForward, "run_step", run)
     for seed, length in enumerate((9, 30, 12)):
         assert_same(model, stock, source(family, length, seed=seed), options(num_beams=2 - seed % 2))
     assert len(kept) == 2 and not [path for path, _, _ in accel.report(model).fallbacks if not path]

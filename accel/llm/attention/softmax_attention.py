@@ -23,13 +23,13 @@ from accel.llm.parts.part import BoundHeadNorm, BoundNorm, BoundProjections, Nor
 from accel.llm.parts.step import Step
 from accel.llm.recording.mask_tables import window_of_table
 from accel.llm.recording.plain_attention import plain_attention
-from accel.llm.recording.record import Call, Chunk, LayerRecord, NotUnderstood, Record
+from accel.llm.recording.record import Call, LayerRecord, NotUnderstood, Record
+from accel.llm.recording.window import Chunk, window_through
 from accel.patching.fast_forward import Kernels
 from accel.patching.guard import plain_settings
 
-Parts = tuple[
-    torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None
-]  # queries, keys, values and a gate, by heads
+# Queries, keys, values and a gate, by heads.
+Parts = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 
 
 class Formula(NamedTuple):
@@ -301,7 +301,7 @@ def told(layer: LayerRecord, record: Record) -> tuple[dict, int | None, int | No
         given = [value for call in (*calls, layer.call) for value in (*call.args, *call.kwargs.values())]
         mask = next((value for value in given if record.made(value)), None)
     by_table, now = window_of_table(layer.attention, record.tables.get(id(layer.attention)))
-    window = min(filter(None, (record.window(mask), by_table)), default=None)
+    window = min(filter(None, (window_through(record, mask), by_table)), default=None)
     return options, window, now or window
 
 

@@ -20,7 +20,7 @@ from accel.llm.generation.trial import Expected, expected, plainly
 from accel.llm.kv_cache.shape import BLOCK
 from accel.llm.pipeline.forward import SpreadForward
 from accel.llm.recording.inputs import example_ids, within_positions
-from accel.llm.recording.recorder import resting
+from accel.llm.recording.resting import resting
 from accel.tolerances import SHARED_EXPERTS, bound
 
 # (new tokens of the first sequence, of the second) of each step: prompts together, one in two parts beside a step of

@@ -19,7 +19,7 @@ from accel.llm.generation.decoder import DecoderForward
 from accel.llm.generation.trial import PADDING, expected, logits_over_pieces, most_new, pieces_of, plainly
 from accel.llm.recording.inputs import example_ids, within_positions
 from accel.llm.recording.position_table import WithinTables
-from accel.llm.recording.recorder import resting
+from accel.llm.recording.resting import resting
 
 PIECES = (9, 1, 3)  # tokens of a prompt, a step and a longer one
 

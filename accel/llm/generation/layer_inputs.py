@@ -25,7 +25,8 @@ from accel.llm.generation.calling_convention import own_arguments
 from accel.llm.generation.layer_forward import LayerForward
 from accel.llm.generation.prefill import PromptLayers
 from accel.llm.parts.step import Step
-from accel.llm.recording.record import Chunk, form, is_absent
+from accel.llm.recording.record import form, is_absent
+from accel.llm.recording.window import Chunk
 from accel.llm.runtime.layer_spec import LayerSpec
 
 HIDDEN_STATES = "hidden_states"  # as decoder layers of transformers name it

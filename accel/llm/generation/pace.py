@@ -12,7 +12,7 @@ from accel.libraries.cache import cache_given, cache_of
 from accel.llm.recording.implementation import unpaged
 from accel.llm.recording.inputs import example_ids, most_configured
 from accel.llm.recording.record import NotUnderstood
-from accel.llm.recording.recorder import model_side_effects, resting
+from accel.llm.recording.resting import model_side_effects, resting
 from accel.patching.fallback_log import FallbackLog
 from accel.patching.fast_forward import as_written
 

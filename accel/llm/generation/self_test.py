@@ -25,7 +25,7 @@ from accel.llm.kv_cache.cache import INDEXED, OF_STATES, STOCK
 from accel.llm.kv_cache.shape import kv_layers
 from accel.llm.recording.inputs import ROWS, within_positions
 from accel.llm.recording.record import NotUnderstood
-from accel.llm.recording.recorder import resting
+from accel.llm.recording.resting import resting
 from accel.quantization.module import unrounded
 
 DIFFERS = "the whole model computes something else than its parts"

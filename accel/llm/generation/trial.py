@@ -19,7 +19,7 @@ from accel.llm.kv_cache.shape import kv_layers
 from accel.llm.kv_cache.store import Store
 from accel.llm.recording.inputs import ROWS, example_ids, within_positions
 from accel.llm.recording.record import NotUnderstood
-from accel.llm.recording.recorder import resting
+from accel.llm.recording.resting import resting
 from accel.patching.fast_forward import as_written
 from accel.patching.rule import ForwardPatch
 from accel.quantization.formats.stored_weight import coarsest

@@ -16,7 +16,7 @@ from accel.llm.generation.decoder import DecoderForward
 from accel.llm.generation.layer_forward import LayerForward
 from accel.llm.generation.prefill import STEP
 from accel.llm.kv_cache.shape import LayerShape
-from accel.llm.recording.recorder import resting
+from accel.llm.recording.resting import resting
 from accel.quantization.activation_quantization import rounding_linears
 
 LONGER = 320  # tokens of a prompt that is more than a few rows

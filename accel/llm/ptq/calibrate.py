@@ -16,7 +16,8 @@ from accel.llm.ptq.calibration.layer_inputs import LayerInputs, lent, moved
 from accel.llm.ptq.calibration.layer_work import LayerWork, outputs
 from accel.llm.ptq.calibration.linears import linears, put
 from accel.llm.recording.record import NotUnderstood
-from accel.llm.recording.recorder import decoder_layers, model_side_effects
+from accel.llm.recording.recorder import decoder_layers
+from accel.llm.recording.resting import model_side_effects
 from accel.patching.rule import set_data
 from accel.patching.structure import placement, stock_method
 from accel.quantization.activations import COLUMNS, FIXED, SCALE, THRESHOLD, is_static

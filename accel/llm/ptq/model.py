@@ -15,7 +15,8 @@ from accel.llm.ptq.calibration.linears import heads, linears
 from accel.llm.ptq.formats.saving import guard
 from accel.llm.recording.inputs import example_ids
 from accel.llm.recording.record import NotUnderstood
-from accel.llm.recording.recorder import decoder_layers, model_side_effects, resting
+from accel.llm.recording.recorder import decoder_layers
+from accel.llm.recording.resting import model_side_effects, resting
 from accel.options import Options
 from accel.parallel.sharded_layers import expert_sharding, local
 from accel.patching.structure import meta_weights, tampered, twin

@@ -14,8 +14,9 @@ from accel.llm.pipeline.placement import layer_placement
 from accel.llm.recording.inputs import few
 from accel.llm.recording.mask_tables import hides_keys
 from accel.llm.recording.record import LayerRecord, NotUnderstood, Record
-from accel.llm.recording.recorder import model_side_effects, record
+from accel.llm.recording.recorder import record
 from accel.llm.recording.recording_cache import keeps_more
+from accel.llm.recording.resting import model_side_effects
 from accel.llm.runtime.layer import understand_around, understand_layer
 from accel.llm.runtime.layer_spec import LayerSpec
 from accel.parallel.sharded_layers import ranks_of

@@ -9,9 +9,10 @@ import transformers as t
 import accel
 from accel.bench.encoders.texts import batched, texts
 from accel.comparison import relative_rms
-from accel.encoders.bidirectional_attention import reach_of
 from accel.libraries.cache import cache_of
-from accel.llm.recording.record import NotUnderstood, window
+from accel.llm.recording.reach import reach_of
+from accel.llm.recording.record import NotUnderstood
+from accel.llm.recording.window import window
 from support.llm import multimodal
 
 SIZES = {"vocab_size": 500, "hidden_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4}

@@ -16,7 +16,7 @@ from accel.llm.generation.mixed import MixedForward
 from accel.llm.generation.trial import fused_layers, fused_logits, pieces_of, stock_logits
 from accel.llm.moe.experts import ExpertsForward
 from accel.llm.recording.record import NotUnderstood
-from accel.llm.recording.recorder import resting
+from accel.llm.recording.resting import resting
 from accel.llm.runtime.layer import BoundLayer
 from accel.quantization.module import QuantizedLinear
 from accel.tolerances import DRIFT, LOGITS, MOST_MOVED, TIMES_STOCK

@@ -18,7 +18,7 @@ from accel.llm.generation.trial import fused_layers, fused_logits, stock_logits
 from accel.llm.kv_cache.cache import OURS
 from accel.llm.moe.experts import ExpertsForward
 from accel.llm.recording.record import NotUnderstood
-from accel.llm.recording.recorder import resting
+from accel.llm.recording.resting import resting
 from support.llm.families import layers, make, padded, prompt
 from support.llm.near_ties import deep_gpt_oss
 

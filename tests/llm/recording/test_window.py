@@ -10,8 +10,9 @@ from transformers.masking_utils import (
 )
 
 import accel
-from accel.llm.recording.record import BLOCK, Chunk, NotUnderstood, Record, window
+from accel.llm.recording.record import NotUnderstood, Record
 from accel.llm.recording.recorder import NAME
+from accel.llm.recording.window import BLOCK, Chunk, window, window_through
 from support.llm.edits.modules import llama_with
 from support.llm.families import make
 
@@ -63,10 +64,10 @@ def test_a_model_that_keeps_its_attention_is_judged_by_all_masks_it_makes():
     """It may have added something to its mask: which one a layer was given cannot be told, and all must be alike."""
     zeros, sliding = torch.zeros(1), sliding_window_causal_mask_function(5)
     alike = [(zeros, causal_mask_function), (None, causal_mask_function)]
-    assert Record([], own=True, masks=alike).window(zeros + 1) is None
+    assert window_through(Record([], own=True, masks=alike), zeros + 1) is None
     with pytest.raises(NotUnderstood, match="in a way of its own"):
-        Record([], own=True, masks=[*alike, (zeros, sliding)]).window(zeros)
-    assert Record([], masks=[*alike, (None, sliding)]).window(zeros) is None
+        window_through(Record([], own=True, masks=[*alike, (zeros, sliding)]), zeros)
+    assert window_through(Record([], masks=[*alike, (None, sliding)]), zeros) is None
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "falcon-alibi", "llama-rope-dynamic", "phi3-longrope", "jamba"])

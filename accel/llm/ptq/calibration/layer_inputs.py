@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from accel.llm.recording.recorder import resting
+from accel.llm.recording.resting import resting
 from accel.patching.rule import set_data
 from accel.patching.structure import placement
 

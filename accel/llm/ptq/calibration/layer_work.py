@@ -15,7 +15,7 @@ from accel.in_flight import listening
 from accel.llm.ptq.calibration.folding import FoldGroup
 from accel.llm.ptq.calibration.layer_inputs import LayerCall, first
 from accel.llm.ptq.calibration.linears import put, weight_matrix
-from accel.llm.recording.recorder import resting
+from accel.llm.recording.resting import resting
 from accel.quantization.activations import FIXED, KERNELS, SCALE
 from accel.quantization.linears import Dense
 from accel.quantization.rounding import round_to_nearest

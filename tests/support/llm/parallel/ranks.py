@@ -10,7 +10,7 @@ from torch import nn
 
 import accel
 from accel.llm.generation.trial import fused_layers, fused_logits, stock_logits
-from accel.llm.recording.recorder import resting
+from accel.llm.recording.resting import resting
 from accel.parallel.sharded_layers import ranks_of
 from support.llm import families
 
