@@ -170,11 +170,13 @@ class Entry:
 
 
 class Replayed(NamedTuple):
-    """A replay launched before the call it is for. versions: of the weights and the adapters that it read."""
+    """A replay launched before the call it is for. versions: of the weights and the adapters that it read,
+    none if nobody asks.
+    """
 
     key: tuple
     fingerprint: Fingerprint
-    versions: tuple[int | None, int | None]
+    versions: tuple[int | None, ...]
     outputs: object
 
     def tensors(self) -> list[torch.Tensor]:

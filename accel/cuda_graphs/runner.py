@@ -199,8 +199,11 @@ class GraphRunner:
                 and self.adapters.holds()
             )
 
-    def begin(self, args: tuple, kwargs: dict, variant: tuple = ()) -> Replayed | None:
-        """Launches the replay for a call to come, on the current stream, where there is a graph for it; else None."""
+    def begin(self, args: tuple, kwargs: dict, variant: tuple = (), at_once: bool = False) -> Replayed | None:
+        """Launches the replay for a call to come, on the current stream, where there is a graph for it; else None.
+
+        at_once: what comes is read without such a call, so nobody asks later whether weights were changed meanwhile.
+        """
         leaves, spec = pytree.tree_flatten((args, kwargs))
         key = key_of(leaves, spec, variant)
         if key is None:
@@ -209,7 +212,7 @@ class GraphRunner:
             entry, fingerprint = self._entry(key), self.fingerprint
             if entry is None or entry.graph is None or fingerprint is None or not fingerprint.reachable():
                 return None
-            versions = fingerprint.versions(), self.adapters.versions()
+            versions = () if at_once else (fingerprint.versions(), self.adapters.versions())
             if None in versions:
                 return None
             return Replayed(key, fingerprint, versions, self._replay(entry, leaves, entry.graph.device, None))

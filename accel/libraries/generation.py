@@ -110,6 +110,11 @@ def called_by_speech_pipeline() -> bool:
     return frame.f_globals.get("__name__") == SPEECH
 
 
+def logits_alone(logits: torch.Tensor) -> Any:
+    """What a model gives, as its loop reads it, of which nothing else is to be read."""
+    return utils.ModelOutput(logits=logits)
+
+
 def defers_stop_check(device: torch.device, kwargs: dict[str, Any]) -> bool:
     """Whether stock's own loop defers its stop check by a token on this device."""
     check = getattr(utils, "DeferredStopCheck", None)

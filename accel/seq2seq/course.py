@@ -40,13 +40,19 @@ class Course(threading.local):
 
     def next(self, cache: Any, holding: Holding | None, given: dict[str, Any]) -> TextStep | None:
         """The step that a call stands for, which differs from the one before in its token alone; else None."""
+        if holding is None or self.place[0] is not cache:
+            return None
+        same = all(given.get(name) is self.given.get(name) for name in (ENCODED, ENCODER_MASK, MASK, POSITIONS))
+        return self.after(cache, holding, given[TOKENS]) if same else None
+
+    def after(self, cache: Any, holding: Holding | None, tokens: torch.Tensor) -> TextStep | None:
+        """The same, of a call that is known to differ in its token alone."""
         if holding is None or self.place[0] is not cache or self.place[1] is not holding:
             return None
-        start, tokens = holding.lengths[OWN], given[TOKENS]
-        same = all(given.get(name) is self.given.get(name) for name in (ENCODED, ENCODER_MASK, MASK, POSITIONS))
-        if not same or start >= self.step.rooms[OWN] or given.get(MASK) is not None or given.get(POSITIONS) is not None:
+        start, told = holding.lengths[OWN], any(self.given.get(name) is not None for name in (MASK, POSITIONS))
+        if told or start >= self.step.rooms[OWN] or tokens.shape != self.step.given.tokens.shape:
             return None
-        return self.step.after(tokens, start) if tokens.shape == self.step.given.tokens.shape else None
+        return self.step.after(tokens, start)
 
     def end(self) -> None:
         self.left, self.place, self.given = None, (None, None), {}

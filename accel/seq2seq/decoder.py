@@ -186,6 +186,28 @@ class Seq2SeqForward(DecoderStepForward):
         finally:
             self.course.end()
 
+    def continued(self, cache: Any, tokens: torch.Tensor) -> torch.Tensor | None:
+        """The logits behind one more token of the text that this thread is in, (rows, 1, vocabulary), without a look at
+        the model; None where that is to be called. tokens: (rows, 1). Raises Unfit.
+        """
+        if not self.course.left:
+            return None
+        with self.lock, self.order.inside(tokens.device):
+            holding = self.holding
+            if holding is None or (step := self.course.after(cache, holding, tokens)) is None:
+                return None
+            self.trusted = self.course.begin()
+            return self._next(holding, step)["logits"]
+
+    def go_back(self, cache: Any, length: int) -> None:
+        """Leaves so many tokens of the decoder in a cache that holds more."""
+        with self.lock:
+            more, layers = cache.get_seq_length() - length, filled_layers(cache)
+            if more > 0 and self.holding is not None and layers is not None and self.holding.holds(layers):
+                self.holding.lengths[OWN] = length
+            elif more > 0:
+                cache.crop(-more)
+
     def _check(self, given: dict[str, Any]) -> None:
         """Raises Unfit for a call that is no step."""
         known = KNOWN | ({"logits_to_keep"} if type(given.get("logits_to_keep")) is int else set())

@@ -5,6 +5,7 @@ nobody else sees them, its few heads that align are computed once, over all toke
 """
 
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,8 +27,10 @@ from accel.libraries.generation import (
 from accel.llm.generation.loop.hooks import GenerateCall, GenerateHook
 from accel.patching.fast_forward import as_written
 from accel.patching.rule import Patch
+from accel.seq2seq.beams import beams_advanced, fused_beams
 from accel.seq2seq.decoder import Seq2SeqForward
 from accel.seq2seq.late_check import LATE_LOOP, beams_late, beams_may_be_late, unseen
+from accel.seq2seq.memory_loop import follows, tokens_late
 from accel.seq2seq.processors import FirstRow, quicker
 
 MODES = ("greedy_search", "sample", "beam_search", "beam_sample")
@@ -64,11 +67,15 @@ class Decoding:
         if self.notes.heads is not None and (generation_config.num_beams or 1) > 1:
             processors.append(first)
         alone = method in (AS_IMPORTED[LOOP], AS_IMPORTED[BEAMS]) and unseen(model, processors, stopping_criteria)
-        if LATE_LOOP is not None and alone and method is AS_IMPORTED[LOOP]:
+        if alone and method is AS_IMPORTED[LOOP] and follows(model, generation_config, kwargs):
+            method = partial(tokens_late, self.forward)
+        elif LATE_LOOP is not None and alone and method is AS_IMPORTED[LOOP]:
             method = LATE_LOOP
         elif alone and method is AS_IMPORTED[BEAMS]:
             late = beams_may_be_late(generation_config, stopping_criteria, generating_cache(kwargs))
-            method = beams_late if late else method
+            known = fused_beams(model, generation_config, stopping_criteria, input_ids, kwargs) if late else None
+            fused = None if known is None else partial(beams_advanced, self.forward, known)
+            method = fused or (beams_late if late else method)
         call = {"logits_processor": processors, "stopping_criteria": stopping_criteria}
         call |= {"generation_config": generation_config}
         unwatched = self.forward.unwatched() if alone else nullcontext()

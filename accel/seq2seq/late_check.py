@@ -98,15 +98,22 @@ class LateBeams:
 
     def _update_finished_beams(self, **given: Any) -> tuple:
         if self.told is None or not self.told.read():
-            return self.model._update_finished_beams(**given)
+            return self.updated(given)
         self.over = True
         return tuple(given[name] for name in RESULT)
 
+    def updated(self, given: dict[str, Any]) -> tuple:
+        return self.model._update_finished_beams(**given)
+
     def _beam_search_has_unfinished_sequences(self, *args: Any) -> bool:
-        goes_on = self.model._beam_search_has_unfinished_sequences(*args)
+        goes_on = self.goes_on(*args)
         self.left -= 1
         self.told = self.tell(~goes_on, self.left)
         return not self.over and self.left > 0
+
+    def goes_on(self, *args: Any) -> torch.Tensor:
+        """Whether any text does, () bool."""
+        return self.model._beam_search_has_unfinished_sequences(*args)
 
 
 def beams_late(model: Any, input_ids: torch.Tensor, *, generation_config: Any, **kwargs: Any) -> torch.Tensor:

@@ -12,10 +12,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import accel
 from accel.cuda_graphs.fingerprint import Fingerprint
 from accel.libraries.cache import DynamicLayer, cache_argument, cache_of, encoded
+from accel.seq2seq import beams
 from accel.seq2seq.decoder import Seq2SeqForward
 from accel.seq2seq.fixed_memory import CROSS, OWN, HeldLayer
 from accel.seq2seq.late_check import RESULT, LateBeams, Told
 from accel.seq2seq.memory_attention import MemoryStep
+from accel.seq2seq.memory_loop import MemoryLoop
 from support.noted import noted
 from support.objects.seq2seq import (
     LAYERS,
@@ -36,9 +38,9 @@ PADDED = {"decoder_input_ids": PROMPT, "decoder_attention_mask": (PROMPT > 0).lo
 LONG = torch.arange(3, 27).view(2, 12)
 
 
-def test_tokens_are_those_of_stock(family, steps, attended):
+def test_tokens_are_those_of_stock(family, steps, attended, monkeypatch):
     model, stock = optimized(family)
-    ran = steps()
+    ran, loops = steps(), noted(monkeypatch, MemoryLoop, "run", lambda loop: loop.fused)
     ours = [
         (source(family), options(), 2, 10),
         (source(family, masked=False), options(), 2, 10),
@@ -55,7 +57,7 @@ def test_tokens_are_those_of_stock(family, steps, attended):
         attended.clear()
         assert_same(model, stock, call, chosen)
         assert ran == [rows] * count and attended == [False, True] * LAYERS * count, (list(call), chosen)
-    assert not fallbacks(model)
+    assert not fallbacks(model) and loops == [True] * 5
 
 
 def test_beams_of_a_text_share_what_the_encoder_gave_and_the_memory_is_told_and_freed(family):
@@ -290,13 +292,13 @@ class Unknown(t.LogitsProcessor):
 def test_the_model_is_compared_every_few_steps_where_no_code_of_the_users_runs(monkeypatch):
     model, stock = optimized("T5")
     looked = noted(monkeypatch, Fingerprint, "holds", lambda *_: 1)
-    for beams in (1, 2):
+    for number in (1, 2):
         looked.clear()
-        assert_same(model, stock, source("T5"), options(20, num_beams=beams))
+        assert_same(model, stock, source("T5"), options(20, num_beams=number))
         assert 0 < len(looked) < 12
         mine = t.LogitsProcessorList([Unknown()])
         looked.clear()
-        assert_same(model, stock, source("T5"), options(20, num_beams=beams, logits_processor=mine))
+        assert_same(model, stock, source("T5"), options(20, num_beams=number, logits_processor=mine))
         assert len(looked) >= 20
 
 
@@ -304,13 +306,15 @@ def test_beams_that_end_are_told_a_step_late(steps, monkeypatch):
     model, stock = optimized("Bart")
     late = noted(monkeypatch, LateBeams, "_beam_search_has_unfinished_sequences", lambda view, *_: view.over)
     ran, found = steps(), set()
-    for seed, chosen in enumerate(({}, {"early_stopping": True}, {"num_return_sequences": 3}, {})):
+    fused = noted(monkeypatch, beams, "advanced", lambda rules, candidates, *_: (rules.keep, candidates.shape))
+    others = {"length_penalty": -1.0}, {"early_stopping": "never", "length_penalty": 2.0, "repetition_penalty": 1.5}
+    for seed, chosen in enumerate(({}, {"early_stopping": True}, {"num_return_sequences": 3}, *others, {})):
         call = source("Bart", seed=seed)
         more = {"max_new_tokens": 12, "num_beams": 3, "eos_token_id": [*range(3, 9 + seed)]} | chosen
         ours = generated(model, call, more)
         assert torch.equal(ours, generated(stock, call, more))
         found.add(ours.shape[1])
-    assert ran and True in late and len(found) > 1 and not fallbacks(model)
+    assert ran and len(fused) > 20 and True in late and len(found) > 1 and not fallbacks(model)
     longer = {"max_new_tokens": 5, "num_beams": 2, "stopping_criteria": [t.MaxLengthCriteria(12)]}
     for one in (model, stock):  # stock's lists are too short for that
         with pytest.raises(IndexError):

@@ -12,6 +12,7 @@ from transformers.modeling_outputs import BaseModelOutput
 import accel
 from accel.seq2seq.decoder import Seq2SeqForward
 from accel.seq2seq.late_check import LateStopCheck
+from accel.seq2seq.memory_loop import MemoryLoop
 from accel.seq2seq.processors import quicker
 from support.noted import noted
 from support.objects.speech import (
@@ -82,6 +83,7 @@ def test_a_call_gives_what_stock_gives(name, models, monkeypatch):
     wanted = called(stock, CALLS[name])
     ran = noted(monkeypatch, Seq2SeqForward, "step", lambda *_: 1)
     late = noted(monkeypatch, LateStopCheck, "finish", lambda check: check.steps)
+    loops = noted(monkeypatch, MemoryLoop, "run", lambda loop: loop.late)
     monkeypatch.setattr(WhisperTimeStampLogitsProcessor, "__call__", None)
     vars(ours)["forward"].log.clear()
     assert_equal(called(ours, CALLS[name]), wanted)  # and as many random numbers were drawn
@@ -89,14 +91,16 @@ def test_a_call_gives_what_stock_gives(name, models, monkeypatch):
     if name.endswith("by stock"):
         assert reasons and all("output_attentions" in one for one in reasons)
     else:
-        assert ran and not reasons and (late or "num_beams" in CALLS[name])
+        assert ran and not reasons and (late or loops or "num_beams" in CALLS[name]) and all(loops)
 
 
 def test_steps_past_the_end_are_undone(models, monkeypatch):
     ours, stock = models
     late = noted(monkeypatch, LateStopCheck, "finish", lambda check: check.steps)
+    cut = noted(monkeypatch, MemoryLoop, "crop", lambda loop: loop.length() - loop.stored)
     call = TIMED | {"rows": 1, "max_new_tokens": 24}
     assert_equal(called(ours, call), called(stock, call))
+    assert 1 in cut and not late
     call |= {"return_timestamps": False, "return_dict_in_generate": True, "output_scores": True}
     assert_equal(called(ours, call), called(stock, call))
     assert 1 in late

@@ -179,7 +179,7 @@ class StepRunner:
             with self.adapters.used():
                 self.adapters.follow()
                 return eager(*arguments)
-        begun = None if check else self.runner.begin(arguments, {}, size.variant)
+        begun = None if check else self.runner.begin(arguments, {}, size.variant, at_once=True)
         outputs: Any = self.runner(eager, arguments, {}, size.variant) if begun is None else begun.outputs
         return outputs
 

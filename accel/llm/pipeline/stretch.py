@@ -235,7 +235,7 @@ class StretchGraphs:
         if way:
             variant = (*variant, f"way {way}")
         if seen is None or self.held[number] is seen:
-            replayed: Any = runner.begin(args, {}, variant)
+            replayed: Any = runner.begin(args, {}, variant, at_once=True)
             if replayed is not None:
                 return replayed.outputs
         if seen is None:

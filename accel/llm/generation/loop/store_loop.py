@@ -57,7 +57,7 @@ def next_logits(
     if isinstance(forward.runner, StretchGraphs) and tokens.is_cuda and by_graph(rows, 1):
         logits: Any = forward.runner(eager, arguments, {}, variant, trusted=trusted)
     elif forward.runner is not None and tokens.is_cuda and by_graph(rows, 1):
-        replayed = forward.runner.begin(arguments, {}, variant) if trusted else None
+        replayed = forward.runner.begin(arguments, {}, variant, at_once=True) if trusted else None
         logits = forward.runner(eager, arguments, {}, variant) if replayed is None else replayed.outputs
     else:
         logits = eager(*arguments)
