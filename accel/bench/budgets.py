@@ -4,6 +4,7 @@ Tokens are drawn, and what is embedded is as large as what layers add: else toke
 that they choose, are soon the same ones. The text that is timed is another than those before it.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,6 +20,7 @@ from accel.offload.blocks import nbytes
 from accel.offload.call_hooks import streamed_model
 
 PROMPT, TOKENS, WARM = 128, 128, 3  # of a text, that are timed, texts before
+LARGE = 0.8  # of the free memory: what takes more in 16 bits is made in fewer
 EMBEDDED = 50  # times what a model is made with
 Figures = Iterator[tuple[str, dict]]  # of a place, as they become known
 
@@ -33,7 +35,8 @@ def measure_text(name: str, device: torch.device, budgets: list[str], weights: s
     release(device)
     before = device_bytes(device)
     paper = from_config(config_of(name), torch.device("meta"), torch.bfloat16)
-    large = weights is not None and device.type == "cuda" and nbytes(paper) > torch.cuda.mem_get_info(device)[0]
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else math.inf
+    large = weights is not None and nbytes(paper) > LARGE * free
     model = build_by_layers(name, device, str(weights)).to(device) if large else build(name, device, torch.bfloat16)
     weights = None if large else weights  # which they are in already
     given = prompt(model, 1, PROMPT)
