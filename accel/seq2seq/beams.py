@@ -23,10 +23,15 @@ NEVER = -1.0e9  # stock's score of what is not to be taken
 
 
 class Rules(NamedTuple):
-    """What a graph of the bookkeeping holds for. keep: candidates of a text; early: `early_stopping`."""
+    """What a graph of the bookkeeping holds for. keep: candidates of a text; early: `early_stopping`. room: tokens of a
+    text that there is room for; ends: how many tokens end one.
+    """
 
+    texts: int
     beams: int
     keep: int
+    room: int
+    ends: int
     early: bool | str
 
 
@@ -34,7 +39,7 @@ class Texts(NamedTuple):
     """As stock's loop names them; the first three go on, the next three have ended, or nothing has yet.
 
     running_sequences, sequences: (texts, beams, room) int64; running_scores, scores: (texts, beams) float32;
-    running_indices, indices: (texts, beams, room) int32, of which beam a token came. ended: (texts, beams) bool;
+    running_indices, indices: (texts, beams, room) int64, of which beam a token came. ended: (texts, beams) bool;
     hopeful: (texts, 1) bool, whether a running beam may still become better than those that have ended.
     """
 
@@ -50,7 +55,7 @@ class Texts(NamedTuple):
 
 class Bounds(NamedTuple):
     """length: (1,) int64, tokens so far; given: (1,), of these before the first step; most: (1,), in the end. ends:
-    (number,) int64, tokens that end a text. factors: (room, 2) float32, by tokens so far, `divided` by which scores
+    (number,) int64, tokens that end a text. factors: (2, room) float32, by tokens so far, `divided` by which scores
     become those of a text that ends now, and those that a running one may reach.
     """
 
@@ -59,6 +64,26 @@ class Bounds(NamedTuple):
     most: torch.Tensor
     ends: torch.Tensor
     factors: torch.Tensor
+
+
+def packed(texts: Texts, bounds: Bounds) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both as one tensor of int64 and one of float32: a graph copies each that it is given, and that it gives."""
+    whole = (texts.running_sequences, texts.running_indices, texts.sequences, texts.indices, texts.ended, texts.hopeful)
+    numbers = (texts.running_scores, texts.scores, bounds.factors)
+    ints = torch.cat([one.flatten().long() for one in (*whole, *bounds[:4])])
+    return ints, torch.cat([one.flatten() for one in numbers])
+
+
+def unpacked(rules: Rules, ints: torch.Tensor, floats: torch.Tensor) -> tuple[Texts, Bounds]:
+    """Views of what `packed` has put together, but for what is bool."""
+    texts, beams, _, room, number, _ = rules
+    rows = texts * beams
+    *tokens, ended, hopeful, length, given, most, ends = ints.split([*[rows * room] * 4, rows, texts, 1, 1, 1, number])
+    running, indices, sequences, came = (one.view(texts, beams, room) for one in tokens)
+    open_, scores, factors = floats.split([rows, rows, 2 * room])
+    found = running, open_.view(texts, beams), indices, sequences, scores.view(texts, beams), came
+    flags = ended.view(texts, beams).bool(), hopeful.view(texts, 1).bool()
+    return Texts(*found, *flags), Bounds(length, given, most, ends, factors.view(2, room))
 
 
 def _of(tensor: torch.Tensor, beams: torch.Tensor) -> torch.Tensor:
@@ -72,27 +97,27 @@ def divided(scores: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
 
 
 def advanced(
-    rules: Rules, candidates: torch.Tensor, texts: Texts, bounds: Bounds
-) -> tuple[Texts, torch.Tensor, torch.Tensor]:
-    """The texts with one token more, their length, and whether any goes on, () bool. candidates: (texts, beams times
-    the vocabulary) float32, scores of all continuations.
+    rules: Rules, candidates: torch.Tensor, ints: torch.Tensor, floats: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The texts with one token more, `packed`, and whether any goes on, () bool. candidates: (texts, beams times the
+    vocabulary) float32, scores of all continuations. ints, floats: the texts as they are.
     """
-    beams, keep, early = rules
+    (texts, bounds), beams, early = unpacked(rules, ints, floats), rules.beams, rules.early
     words, length = candidates.shape[1] // beams, bounds.length
-    found, places = torch.topk(candidates, k=keep)
+    found, places = torch.topk(candidates, k=rules.keep)
     origin, token = places // words, places % words
     grown = _of(texts.running_sequences, origin).index_copy(2, length, token[:, :, None])
     first = torch.arange(len(origin), device=origin.device)[:, None] * beams
     indices = _of(texts.running_indices, origin)
-    indices = indices.index_copy(2, length - bounds.given, (origin + first).to(indices.dtype)[:, :, None])
+    indices = indices.index_copy(2, length - bounds.given, (origin + first)[:, :, None])
     ends = (token[:, :, None] == bounds.ends).any(-1) | (length + 1 >= bounds.most)
 
     open_ = found + ends.to(torch.float32) * NEVER
     best = torch.topk(open_, k=beams)[1]
     running = _of(grown, best), _of(open_, best), _of(indices, best)
 
-    at_end, at_best = bounds.factors.index_select(0, length)[0]
-    now = ends & (torch.arange(keep, device=ends.device) < beams)
+    at_end, at_best = bounds.factors.index_select(1, length)
+    now = ends & (torch.arange(rules.keep, device=ends.device) < beams)
     scores = divided(found, at_end)
     full = torch.all(texts.ended, dim=-1, keepdim=True) & (early is True)
     scores = scores + full.to(torch.float32) * NEVER
@@ -108,13 +133,15 @@ def advanced(
     worst = torch.where(ended, torch.min(scores, dim=1, keepdim=True)[0], NEVER)
     hopeful = texts.hopeful & torch.any(divided(running[1][:, :1], at_best) > worst, dim=-1, keepdim=True)
     goes_on = torch.any(hopeful) & ~(torch.all(ended) & (early is True)) & ~torch.all(ends)
-    return Texts(*running, sequences, scores, came, ended, hopeful), length + 1, goes_on
+    made = Texts(*running, sequences, scores, came, ended, hopeful)
+    return *packed(made, bounds._replace(length=length + 1)), goes_on
 
 
 class FusedBeams(LateBeams):
     """A model as stock's loop of beams sees it, whose steps are `advanced`. texts: behind the last of them."""
 
     texts: Texts | None = None
+    held: tuple[torch.Tensor, torch.Tensor]  # what they are, as it is handed on
     asked: tuple[torch.Tensor, dict[str, Any]]
     running: tuple
     finished: tuple
@@ -143,18 +170,27 @@ class FusedBeams(LateBeams):
         if self.texts is None:
             return self.model._get_top_k_continuations(**given)
         candidates = given["accumulated_log_probs"]
-        rules = Rules(given["num_beams"], given["beams_to_keep"], self.early)
-        self.texts, length, self.further = self.advanced(rules, candidates, self.texts)
-        self.bounds = self.bounds._replace(length=length)
+        rows, room = self.texts.scores.shape, self.bounds.factors.shape[1]
+        rules = Rules(rows[0], rows[1], given["beams_to_keep"], room, len(self.bounds.ends), self.early)
+        *held, self.further = self.advanced(rules, candidates)
+        self.held = held[0], held[1]
+        self.texts = unpacked(rules, *self.held)[0]
         self.unread = candidates.new_zeros(len(candidates) * rules.keep, dtype=torch.bool)
         return (given["running_sequences"],) * 3  # of which only the criteria are shown something
 
-    def advanced(self, rules: Rules, candidates: torch.Tensor, texts: Texts) -> Any:
-        runner, eager, call = self.forward.runner, partial(advanced, rules), (candidates, texts, self.bounds)
+    def advanced(self, rules: Rules, candidates: torch.Tensor) -> Any:
+        runner, eager, call = self.forward.runner, partial(advanced, rules), (candidates, *self.held)
         if runner is None or not candidates.is_cuda:
             return eager(*call)
         replayed = runner.begin(call, {}, rules, at_once=True) if self.forward.course.left else None
         return runner(eager, call, {}, rules) if replayed is None else replayed.outputs
+
+    def _reorder_cache(self, cache: Any, order: torch.Tensor) -> Any:
+        if hasattr(self.model, "_reorder_cache"):
+            return self.model._reorder_cache(cache, order)
+        if not self.forward.reordered(cache, order):
+            cache.reorder_cache(order)
+        return cache
 
     def asked_of(self, criteria: StoppingCriteriaList) -> Callable:
         """In their place: what they say of the first step; `advanced` asks them of others, so anything in that form."""
@@ -180,10 +216,11 @@ class FusedBeams(LateBeams):
         if self.texts is None:
             hopeful = self.model._check_early_stop_heuristic(**given)
             self.texts = Texts(*map(self.with_room, (*self.running, *self.finished, hopeful)))
+            self.held = packed(self.texts, self.bounds)
         return self.texts.hopeful
 
     def with_room(self, tensor: torch.Tensor) -> torch.Tensor:
-        more = 0 if tensor.dim() < 3 else len(self.bounds.factors) - tensor.shape[2]
+        more = 0 if tensor.dim() < 3 else self.bounds.factors.shape[1] - tensor.shape[2]
         return torch.nn.functional.pad(tensor, (0, more), value=-1)
 
     def goes_on(self, *args: Any) -> torch.Tensor:
@@ -198,12 +235,12 @@ def bounds_of(config: Any, criteria: StoppingCriteriaList, ids: torch.Tensor) ->
     if len(longest) + len(ends) < len(criteria):
         return None
     reached = config.max_length if config.early_stopping == "never" and penalty > 0 else None
-    factors = torch.ones(-(-config.max_length // ROOM) * ROOM, 2, device="cpu")
+    factors = torch.ones(2, -(-config.max_length // ROOM) * ROOM, device="cpu")
     try:
         for length in range(given + 1, config.max_length):
             now = float((length + 1 - given) ** penalty)
-            factors[length, 0] = now
-            factors[length, 1] = now if reached is None else float((reached - given) ** penalty)
+            factors[0, length] = now
+            factors[1, length] = now if reached is None else float((reached - given) ** penalty)
     except OverflowError:
         return None
     most = min([*longest, config.max_length + 1])

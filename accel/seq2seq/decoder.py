@@ -32,8 +32,9 @@ from accel.libraries.cache import (
 from accel.llm.recording.record import is_absent
 from accel.offload.call_hooks import streamed_model
 from accel.seq2seq.course import Course, StreamOrder
-from accel.seq2seq.fixed_memory import CROSS, OWN, FixedMemory, HeldLayer, HeldWindow, Holding
-from accel.seq2seq.step_forward import DecoderStepForward
+from accel.seq2seq.fixed_memory import CROSS, OWN, FixedMemory, Holding
+from accel.seq2seq.held_layers import HeldLayer, HeldWindow
+from accel.seq2seq.step_forward import CHOSEN, Choice, DecoderStepForward
 from accel.seq2seq.step_inputs import HiddenTexts, TextStep, hides_a_text, step_behind
 
 KNOWN = {TOKENS, ENCODED, ENCODER_MASK, MASK, POSITIONS, "use_cache", "return_dict"}
@@ -186,9 +187,10 @@ class Seq2SeqForward(DecoderStepForward):
         finally:
             self.course.end()
 
-    def continued(self, cache: Any, tokens: torch.Tensor) -> torch.Tensor | None:
+    def continued(self, cache: Any, tokens: torch.Tensor, choice: Choice | None = None) -> torch.Tensor | None:
         """The logits behind one more token of the text that this thread is in, (rows, 1, vocabulary), without a look at
-        the model; None where that is to be called. tokens: (rows, 1). Raises Unfit.
+        the model; None where that is to be called. tokens: (rows, 1). choice: what chooses of them instead, see
+        `StepForward.chosen`. Raises Unfit.
         """
         if not self.course.left:
             return None
@@ -197,7 +199,14 @@ class Seq2SeqForward(DecoderStepForward):
             if holding is None or (step := self.course.after(cache, holding, tokens)) is None:
                 return None
             self.trusted = self.course.begin()
-            return self._next(holding, step)["logits"]
+            return self._next(holding, step, choice)["logits" if choice is None else CHOSEN]
+
+    def reordered(self, cache: Any, order: torch.Tensor) -> bool:
+        """Puts the rows of the text that this thread is in into another order; False where the cache is to do it."""
+        with self.lock:
+            place, holding = self.course.place
+            mine = place is cache and holding is self.holding and holding is not None and holding.alive
+            return mine and order.shape == (holding.rows,) and holding.reorder_all(order)
 
     def go_back(self, cache: Any, length: int) -> None:
         """Leaves so many tokens of the decoder in a cache that holds more."""
@@ -244,9 +253,9 @@ class Seq2SeqForward(DecoderStepForward):
         told, beams = self.beams
         return beams if self.layers and told() is hidden else 1
 
-    def _next(self, holding: Holding, step: TextStep) -> dict[str, Any]:
+    def _next(self, holding: Holding, step: TextStep, choice: Choice | None = None) -> dict[str, Any]:
         self.used = threading.get_ident(), time.monotonic()
-        made = self.run_step(holding, step)
+        made = self.run_step(holding, step, choice)
         holding.lengths[OWN] += 1
         return made
 

@@ -4,7 +4,6 @@ The decoder's own grow by a token a step; those of what the encoder gave are wri
 Tokens of a row lie one behind another, with all heads of each, as blocks of a store do.
 """
 
-import copy
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -12,7 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from accel_kernels.attention.paged.kv import KV, LENGTH, PADDING_MASK, metadata_of
 
-from accel.libraries.cache import DynamicLayer, DynamicSlidingWindowLayer, pair_of
+from accel.libraries.cache import DynamicLayer, pair_of
+from accel.seq2seq.held_layers import HeldLayer
 
 OWN, CROSS = 0, 1  # parts of a cache
 Shape = tuple[int, ...]  # layers, 2, rows, heads, tokens, D
@@ -64,6 +64,11 @@ class FixedMemory:
             with torch.inference_mode(False):
                 found = self.stores[part, shape, beams] = _store(self._laid_out(part, shape), shape[4], beams)
         return found
+
+
+def _in_words(kept: torch.Tensor) -> torch.Tensor:
+    """The same memory as numbers of 8 bytes where that goes: torch copies rows number by number."""
+    return kept.view(torch.int64) if kept.shape[-1] * kept.element_size() % 8 == 0 else kept
 
 
 def _blocks(shape: Shape) -> torch.Size:
@@ -254,6 +259,13 @@ class Holding:
         if len(asked) == len(self.kept[part]):
             self.settle(part)
 
+    def reorder_all(self, order: torch.Tensor) -> bool:
+        for part in (OWN, CROSS):
+            self.settle(part)
+            self.orders[part] = order, [*range(len(self.kept[part]))]
+            self.settle(part)
+        return True
+
     def settle(self, part: int) -> None:
         """Does what `reorder` was asked for."""
         (order, asked), self.orders[part] = self.orders[part], (None, [])
@@ -262,7 +274,7 @@ class Holding:
         kept = self.kept[part]
         whole = part == OWN and len(asked) == len(kept)  # those of the encoder would need as much memory again
         for some in [kept] if whole else (kept[index : index + 1] for index in asked):
-            used = some[..., : self.lengths[part], :]
+            used = _in_words(some[..., : self.lengths[part], :])
             used.copy_(used.index_select(2, order.to(used.device)))
 
     def _alike(self, order: torch.Tensor) -> bool:
@@ -271,76 +283,3 @@ class Holding:
             same = [(one[:, 1:] == one[:, :-1]).flatten(2).all(2).all(0) for one in self.kept[CROSS]]
             self.groups = torch.nn.functional.pad((~torch.stack(same).all(0)).cumsum(0), (1, 0))
         return torch.equal(self.groups[order.to(self.groups.device)], self.groups)
-
-
-def _in_memory(name: str, which: int) -> Any:
-    """An attribute that is read where it lies; set, the layer has its own again."""
-
-    def read(layer: "HeldLayer") -> torch.Tensor:
-        return layer.holding.read(layer.part, layer.index)[which]
-
-    def write(layer: Any, value: torch.Tensor) -> None:
-        layer.leave()
-        setattr(layer, name, value)
-
-    return property(read, write)
-
-
-class HeldLayer(DynamicLayer):
-    """A layer of the caller's cache whose keys and values are in the fixed memory. Whatever changes them but a step or
-    another order of rows makes it a layer with its own again.
-    """
-
-    holding: Holding
-    part: int
-    index: int
-    stock: type[DynamicLayer] = DynamicLayer
-
-    @staticmethod
-    def put_into(layer: Any, *place: Any) -> Any:
-        """This layer, which is one of these from now on."""
-        del layer.keys, layer.values
-        layer.__class__ = next(one for one in (HeldLayer, HeldWindow) if one.stock is type(layer))
-        layer.holding, layer.part, layer.index = place
-        return layer
-
-    def own(self) -> DynamicLayer:
-        """A layer with keys and values of its own."""
-        layer, held = object.__new__(self.stock), vars(self)
-        layer.__dict__ |= {name: one for name, one in held.items() if name not in ("holding", "part", "index")}
-        layer.__dict__ |= {"cumulative_length": self.get_seq_length()} if "cumulative_length" in held else {}
-        layer.keys, layer.values = self.holding.read(self.part, self.index).clone()
-        return layer
-
-    def leave(self) -> None:
-        """Is such a layer from now on."""
-        self.__dict__, self.__class__ = vars(self.own()), self.stock
-
-    keys, values = _in_memory("keys", 0), _in_memory("values", 1)
-
-    def get_seq_length(self) -> int:
-        return self.holding.lengths[self.part]
-
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        if beam_idx.shape != (self.holding.rows,):
-            super().reorder_cache(beam_idx)
-        else:
-            self.holding.reorder(self.part, self.index, beam_idx)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return copy.copy, (self.own(),)
-
-
-class HeldWindow(HeldLayer, DynamicSlidingWindowLayer):
-    """The same of a layer with a window, which its text has not passed."""
-
-    stock = DynamicSlidingWindowLayer
-
-    @property
-    def cumulative_length(self) -> int:  # type: ignore[override]
-        return self.get_seq_length()
-
-    @cumulative_length.setter
-    def cumulative_length(self, value: int) -> None:
-        self.leave()
-        self.cumulative_length = value

@@ -11,6 +11,7 @@ from accel.llm.generation.loop.choice import draws_as_torch
 from accel.llm.generation.loop.token_loop import GenerateRequest, Token, TokenLoop
 from accel.offload.call_hooks import streamed_model
 from accel.seq2seq.decoder import Seq2SeqForward
+from accel.seq2seq.step_forward import Choice
 
 ONE_BY_ONE = "decoder_position_ids"  # of a loop that counts a text's positions by itself
 
@@ -82,6 +83,15 @@ class MemoryLoop(TokenLoop):
         model = self.forward.module
         inputs = getattr(model, PREPARE)(token.ids, next_sequence_length=1, **self.request.kwargs)
         return model(**inputs, return_dict=True).logits
+
+    def choose(self, token: Token) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """In the graph of the step, where nothing of the host's is between its scores and the token."""
+        if self.fused and self.late and not (self.random or self.request.processors or self.by_tokens):
+            choice = Choice(token.unfinished, self.eos, self.pad)
+            found = self.forward.continued(self.cache, token.last, choice)
+            if found is not None:
+                return found, None
+        return super().choose(token)
 
     def call_the_model(self) -> None:
         super().call_the_model()

@@ -3,9 +3,10 @@
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from accel_kernels import argmax, ended_tokens
 
 from accel.cuda_graphs.fingerprint import Fingerprint
 from accel.cuda_graphs.runner import GraphRunner
@@ -21,6 +22,15 @@ from accel.seq2seq.memory_attention import MemoryStep, hiding, up_to
 from accel.seq2seq.step_inputs import MaskByLengths, Masks, TextStep
 
 MADE = ("logits", "decoder_hidden_states")  # of an output; T5Gemma tells the last hidden states unasked
+CHOSEN = "chosen"  # what a step gives that chooses a token
+
+
+class Choice(NamedTuple):
+    """unfinished: (rows,) int64, 1 where a row goes on; ends: tokens that end one, pad: what comes behind, or None."""
+
+    unfinished: torch.Tensor
+    ends: torch.Tensor | None
+    pad: torch.Tensor | None
 
 
 class DecoderStepForward(FastForward):
@@ -54,17 +64,18 @@ class DecoderStepForward(FastForward):
         self.trusted = False
         self.declined = set()
 
-    def run_step(self, holding: Holding, step: TextStep) -> dict[str, Any]:
+    def run_step(self, holding: Holding, step: TextStep, choice: Choice | None = None) -> dict[str, Any]:
         holding.settle(OWN)
         holding.settle(CROSS)
-        eager: Callable = partial(self.step, holding)
+        eager: Callable = partial(self.step if choice is None else self.chosen, holding)
+        given = (*step.given, *(choice or ()))
         if self.runner is None or not step.given.tokens.is_cuda:
-            return eager(*step.given)
-        variant = holding.room(OWN), holding.room(CROSS), holding.beams, step.attention
-        replayed: Any = self.runner.begin(tuple(step.given), {}, variant, at_once=True) if self.trusted else None
+            return eager(*given)
+        variant = holding.room(OWN), holding.room(CROSS), holding.beams, step.attention, choice is None
+        replayed: Any = self.runner.begin(given, {}, variant, at_once=True) if self.trusted else None
         if replayed is not None:
             return replayed.outputs
-        made: Any = self.runner(eager, tuple(step.given), {}, variant)
+        made: Any = self.runner(eager, given, {}, variant)
         known = (entry for key, entry in self.runner.entries.items() if key[-1] == variant)
         if self.runner.reason is not None or any(entry.reason is not None for entry in known):
             self.declined.add(step.key)
@@ -106,6 +117,20 @@ class DecoderStepForward(FastForward):
         with nullcontext() if step is None else self.steps.taken(step):
             output = type(self.module).forward(self.module, **given)
         return {name: output[name] for name in MADE if name in output}
+
+    def chosen(
+        self,
+        holding: Holding,
+        tokens: torch.Tensor,
+        start: torch.Tensor,
+        mask: torch.Tensor | None,
+        padding: torch.Tensor | None,
+        positions: torch.Tensor | None,
+        *choice: torch.Tensor | None,
+    ) -> dict[str, Any]:
+        """By `CHOSEN`, (2, rows) int64: the likeliest tokens, and which rows go on. choice: as of `Choice`."""
+        logits = self.step(holding, tokens, start, mask, padding, positions)["logits"]
+        return {CHOSEN: ended_tokens(argmax(logits[:, -1]), *choice)}
 
     def ready(self, room: int) -> bool:
         """Whether the layers may be computed fused. Binds them to the weights where the model has changed."""

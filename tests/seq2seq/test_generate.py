@@ -3,6 +3,7 @@
 import copy
 import pickle
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ from accel.cuda_graphs.fingerprint import Fingerprint
 from accel.libraries.cache import DynamicLayer, cache_argument, cache_of, encoded
 from accel.seq2seq import beams
 from accel.seq2seq.decoder import Seq2SeqForward
-from accel.seq2seq.fixed_memory import CROSS, OWN, HeldLayer
+from accel.seq2seq.fixed_memory import CROSS, OWN
+from accel.seq2seq.held_layers import HeldLayer
 from accel.seq2seq.late_check import RESULT, LateBeams, Told
 from accel.seq2seq.memory_attention import MemoryStep
 from accel.seq2seq.memory_loop import MemoryLoop
@@ -182,26 +184,37 @@ def test_a_step_that_is_written_down_once_serves_every_text(family, monkeypatch)
     model, stock = optimized(family)
     kept = {}
 
-    def run(self, holding, text):
+    def run(self, holding, text, choice=None):
         holding.settle(OWN)
         holding.settle(CROSS)
-        step = text.given
+        step, make = (*text.given, *(choice or ())), self.step if choice is None else self.chosen
         given = [one is not None for one in step]
         key = self.memory.addresses, holding.room(OWN), holding.room(CROSS), holding.rows, *given
 
         def eager(*tensors):
             left = iter(tensors)
-            return self.step(holding, *(next(left) if there else None for there in given))
+            return make(holding, *(next(left) if there else None for there in given))
 
         tensors = [one for one in step if one is not None]
         if key not in kept:
             kept[key] = make_fx(eager)(*tensors)
         return kept[key](*tensors)
 
+    def of_beams(rules, *texts):
+        if rules not in kept:
+            kept[rules] = make_fx(partial(advanced, rules))(*texts)
+        return kept[rules](*texts)
+
+    advanced = beams.advanced
     monkeypatch.setattr(Seq2SeqForward, "run_step", run)
+    monkeypatch.setattr(beams, "advanced", of_beams)
     for seed, length in enumerate((9, 30, 12)):
         assert_same(model, stock, source(family, length, seed=seed), options(num_beams=2 - seed % 2))
-    assert len(kept) == 2 and not [path for path, _, _ in accel.report(model).fallbacks if not path]
+    alike = {"do_sample": False, "max_new_tokens": 12, "eos_token_id": [64, 65]}
+    for plain in ({}, {"num_beams": 2}):  # no processors, so that graphs choose
+        assert_same(model, stock, source(family), alike | plain)
+    assert len(kept) == 2 + 1 + 2, list(kept)
+    assert not [path for path, _, _ in accel.report(model).fallbacks if not path]
 
 
 def test_calls_that_are_no_steps_run_stock_and_are_told(steps):

@@ -100,6 +100,20 @@ class TokenLoop:
         """(rows, 1, vocabulary) for the token behind this one. Raises Unfit where the model is to be called."""
         raise NotImplementedError
 
+    def choose(self, token: Token) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As `ended_tokens` gives it, (2, rows) int64; and (rows,) bool, whether a row was drawn from NaN."""
+        logits = self.logits(token)
+        scores, wrong = logits[:, -1].to(device=token.ids.device), None
+        if self.random is not None or self.request.processors:
+            scores = scores.to(copy=True, dtype=torch.float32)
+        for process in self.request.processors:
+            scores = process(token.ids, scores)
+        if self.random is None:
+            chosen = argmax(scores)
+        else:
+            chosen, wrong = draw(nn.functional.softmax(scores, dim=-1))
+        return ended_tokens(chosen, token.unfinished, self.eos if self.late else None, self.pad), wrong
+
     def length(self) -> int:
         """Tokens that the cache holds."""
         raise NotImplementedError
@@ -163,17 +177,7 @@ class TokenLoop:
     def _next(self, token: Token) -> Token:
         """Launches the step that takes the last token, and the choice of one more."""
         random = None if self.random is None else self.random.mark()
-        logits = self.logits(token)
-        scores, wrong = logits[:, -1].to(device=token.ids.device), None
-        if self.random is not None or self.request.processors:
-            scores = scores.to(copy=True, dtype=torch.float32)
-        for process in self.request.processors:
-            scores = process(token.ids, scores)
-        if self.random is None:
-            chosen = argmax(scores)
-        else:
-            chosen, wrong = draw(nn.functional.softmax(scores, dim=-1))
-        found = ended_tokens(chosen, token.unfinished, self.eos if self.late else None, self.pad)
+        found, wrong = self.choose(token)
         last, unfinished = found[0, :, None], found[1]
         ids = torch.cat([token.ids, last], dim=-1)
         for one in self.by_tokens if self.late else ():
