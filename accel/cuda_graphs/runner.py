@@ -201,9 +201,7 @@ class GraphRunner:
 
     def begin(self, args: tuple, kwargs: dict, variant: tuple = (), at_once: bool = False) -> Replayed | None:
         """Launches the replay for a call to come, on the current stream, where there is a graph for it; else None.
-
-        at_once: what comes is read without such a call, so nobody asks later whether weights were changed meanwhile.
-        """
+        at_once: it is read without such a call, so nobody asks whether weights were changed meanwhile."""
         leaves, spec = pytree.tree_flatten((args, kwargs))
         key = key_of(leaves, spec, variant)
         if key is None:

@@ -55,7 +55,7 @@ class Texts(NamedTuple):
 
 class Bounds(NamedTuple):
     """length: (1,) int64, tokens so far; given: (1,), of these before the first step; most: (1,), in the end. ends:
-    (number,) int64, tokens that end a text. factors: (2, room) float32, by tokens so far, `divided` by which scores
+    (number,) int64, tokens that end a text. factors: (2, room) float32, by tokens so far, `by_factor` by which scores
     become those of a text that ends now, and those that a running one may reach.
     """
 
@@ -66,7 +66,7 @@ class Bounds(NamedTuple):
     factors: torch.Tensor
 
 
-def packed(texts: Texts, bounds: Bounds) -> tuple[torch.Tensor, torch.Tensor]:
+def one_of_each(texts: Texts, bounds: Bounds) -> tuple[torch.Tensor, torch.Tensor]:
     """Both as one tensor of int64 and one of float32: a graph copies each that it is given, and that it gives."""
     whole = (texts.running_sequences, texts.running_indices, texts.sequences, texts.indices, texts.ended, texts.hopeful)
     numbers = (texts.running_scores, texts.scores, bounds.factors)
@@ -74,8 +74,8 @@ def packed(texts: Texts, bounds: Bounds) -> tuple[torch.Tensor, torch.Tensor]:
     return ints, torch.cat([one.flatten() for one in numbers])
 
 
-def unpacked(rules: Rules, ints: torch.Tensor, floats: torch.Tensor) -> tuple[Texts, Bounds]:
-    """Views of what `packed` has put together, but for what is bool."""
+def texts_of(rules: Rules, ints: torch.Tensor, floats: torch.Tensor) -> tuple[Texts, Bounds]:
+    """Views of what `one_of_each` has put together, but for what is bool."""
     texts, beams, _, room, number, _ = rules
     rows = texts * beams
     *tokens, ended, hopeful, length, given, most, ends = ints.split([*[rows * room] * 4, rows, texts, 1, 1, 1, number])
@@ -91,7 +91,7 @@ def _of(tensor: torch.Tensor, beams: torch.Tensor) -> torch.Tensor:
     return torch.take_along_dim(tensor, beams[:, :, None] if tensor.dim() == 3 else beams, dim=1)
 
 
-def divided(scores: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+def by_factor(scores: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
     """As by a number in Python, by whose reciprocal torch multiplies on a GPU."""
     return scores * factor if scores.is_cuda else scores / factor
 
@@ -99,10 +99,10 @@ def divided(scores: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
 def advanced(
     rules: Rules, candidates: torch.Tensor, ints: torch.Tensor, floats: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The texts with one token more, `packed`, and whether any goes on, () bool. candidates: (texts, beams times the
+    """The texts with one token more, `one_of_each`, and whether any goes on, () bool. candidates: (texts, beams times the
     vocabulary) float32, scores of all continuations. ints, floats: the texts as they are.
     """
-    (texts, bounds), beams, early = unpacked(rules, ints, floats), rules.beams, rules.early
+    (texts, bounds), beams, early = texts_of(rules, ints, floats), rules.beams, rules.early
     words, length = candidates.shape[1] // beams, bounds.length
     found, places = torch.topk(candidates, k=rules.keep)
     origin, token = places // words, places % words
@@ -118,7 +118,7 @@ def advanced(
 
     at_end, at_best = bounds.factors.index_select(1, length)
     now = ends & (torch.arange(rules.keep, device=ends.device) < beams)
-    scores = divided(found, at_end)
+    scores = by_factor(found, at_end)
     full = torch.all(texts.ended, dim=-1, keepdim=True) & (early is True)
     scores = scores + full.to(torch.float32) * NEVER
     scores = scores + (~texts.hopeful).to(torch.float32) * NEVER
@@ -131,10 +131,10 @@ def advanced(
     scores = _of(merged, chosen)
 
     worst = torch.where(ended, torch.min(scores, dim=1, keepdim=True)[0], NEVER)
-    hopeful = texts.hopeful & torch.any(divided(running[1][:, :1], at_best) > worst, dim=-1, keepdim=True)
+    hopeful = texts.hopeful & torch.any(by_factor(running[1][:, :1], at_best) > worst, dim=-1, keepdim=True)
     goes_on = torch.any(hopeful) & ~(torch.all(ended) & (early is True)) & ~torch.all(ends)
     made = Texts(*running, sequences, scores, came, ended, hopeful)
-    return *packed(made, bounds._replace(length=length + 1)), goes_on
+    return *one_of_each(made, bounds._replace(length=length + 1)), goes_on
 
 
 class FusedBeams(LateBeams):
@@ -174,7 +174,7 @@ class FusedBeams(LateBeams):
         rules = Rules(rows[0], rows[1], given["beams_to_keep"], room, len(self.bounds.ends), self.early)
         *held, self.further = self.advanced(rules, candidates)
         self.held = held[0], held[1]
-        self.texts = unpacked(rules, *self.held)[0]
+        self.texts = texts_of(rules, *self.held)[0]
         self.unread = candidates.new_zeros(len(candidates) * rules.keep, dtype=torch.bool)
         return (given["running_sequences"],) * 3  # of which only the criteria are shown something
 
@@ -216,7 +216,7 @@ class FusedBeams(LateBeams):
         if self.texts is None:
             hopeful = self.model._check_early_stop_heuristic(**given)
             self.texts = Texts(*map(self.with_room, (*self.running, *self.finished, hopeful)))
-            self.held = packed(self.texts, self.bounds)
+            self.held = one_of_each(self.texts, self.bounds)
         return self.texts.hopeful
 
     def with_room(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from accel_kernels.attention.math_attention import math_attention
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from accel.comparison import relative_rms
@@ -30,10 +31,12 @@ from accel.libraries.cache import (
     encoded,
 )
 from accel.libraries.models import is_seq2seq
+from accel.llm.parts.linear import weights
 from accel.llm.parts.step import ForwardContext
 from accel.llm.recording.position_table import WithinTables
 from accel.llm.recording.record import NotUnderstood
 from accel.llm.recording.resting import model_side_effects, resting
+from accel.llm.runtime.lm_head import StepHeadForward
 from accel.patching.fast_forward import as_written
 from accel.patching.rule import Change, Context, ForwardPatch, Match, Patch, Site, Skip
 from accel.patching.structure import meta_weights, placement, side_effects
@@ -77,7 +80,7 @@ def match_seq2seq(site: Site, context: Context) -> Match | Skip | None:
     if reason is not None:
         # With strict=True its encoder, and norms, count as nothing left out.
         return None if context.options.strict else Skip(f"its steps run stock: {reason}")
-    patches: list[Change] = [*_patches(forward), *generate_patches(forward)]
+    patches: list[Change] = [*_patches(forward), *_of_head(forward, context), *generate_patches(forward)]
     patches += [Stacked(linears) for layer in forward.layers for linears in layer.all_stacks()]
     keep = context.options.graphs is True
     forward.runner = GraphRunner(model, "", context.of(GraphPool), context.log, graph_obstacle, keep)
@@ -108,6 +111,16 @@ def _understand(forward: Seq2SeqForward, trial: "StepTrial", context: Context) -
     finally:
         forward.apart = False
     return stack
+
+
+def _of_head(forward: Seq2SeqForward, context: Context) -> list[Patch]:
+    """What has steps compute the output head, of plain weights, where they compute the layers."""
+    head: Any = forward.module.get_output_embeddings()
+    plain = weights(head) if forward.layers and type(head) is nn.Linear else None
+    if plain is None or plain.in_blocks:
+        return []
+    path = next(path for path, one in forward.module.named_modules() if one is head)
+    return [ForwardPatch(head, StepHeadForward(head, path, context.kernels, context.log, steps=forward.steps))]
 
 
 def _patches(forward: Seq2SeqForward) -> list[Patch]:

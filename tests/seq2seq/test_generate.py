@@ -13,11 +13,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import accel
 from accel.cuda_graphs.fingerprint import Fingerprint
 from accel.libraries.cache import DynamicLayer, cache_argument, cache_of, encoded
+from accel.llm.runtime.lm_head import StepHeadForward
 from accel.seq2seq import beams
 from accel.seq2seq.decoder import Seq2SeqForward
 from accel.seq2seq.fixed_memory import CROSS, OWN
 from accel.seq2seq.held_layers import HeldLayer
-from accel.seq2seq.late_check import RESULT, LateBeams, Told
 from accel.seq2seq.memory_attention import MemoryStep
 from accel.seq2seq.memory_loop import MemoryLoop
 from support.noted import noted
@@ -43,6 +43,7 @@ LONG = torch.arange(3, 27).view(2, 12)
 def test_tokens_are_those_of_stock(family, steps, attended, monkeypatch):
     model, stock = optimized(family)
     ran, loops = steps(), noted(monkeypatch, MemoryLoop, "run", lambda loop: loop.fused)
+    heads = noted(monkeypatch, StepHeadForward, "fast", lambda head, x: x.shape[0])
     ours = [
         (source(family), options(), 2, 10),
         (source(family, masked=False), options(), 2, 10),
@@ -57,27 +58,10 @@ def test_tokens_are_those_of_stock(family, steps, attended, monkeypatch):
     for call, chosen, rows, count in ours:
         ran.clear()
         attended.clear()
+        heads.clear()
         assert_same(model, stock, call, chosen)
-        assert ran == [rows] * count and attended == [False, True] * LAYERS * count, (list(call), chosen)
+        assert ran == heads == [rows] * count and attended == [False, True] * LAYERS * count, (list(call), chosen)
     assert not fallbacks(model) and loops == [True] * 5
-
-
-def test_beams_of_a_text_share_what_the_encoder_gave_and_the_memory_is_told_and_freed(family):
-    model, stock = optimized(family)
-    returned = {"return_dict_in_generate": True, "output_scores": True}
-    for chosen in (options(num_beams=3), options(num_beams=3, **returned), options(do_sample=True, num_beams=2)):
-        assert_same(model, stock, source(family), chosen)
-    found, wanted = (one.generate(**source(family), **options(num_beams=3, **returned)) for one in (model, stock))
-    holding = vars(model)["forward"].holding
-    assert (holding.beams, holding.kept[CROSS].shape[2], holding.rows) == (3, 2, 6) and not fallbacks(model)
-    for ours, theirs in zip(
-        cache_of(found).cross_attention_cache.layers, cache_of(wanted).cross_attention_cache.layers, strict=True
-    ):
-        torch.testing.assert_close(ours.keys, theirs.keys, rtol=1e-4, atol=1e-4)
-    forward = vars(model)["forward"]
-    assert forward.kept_bytes > 0 and "MB" in accel.report(model).sites[0][3]
-    accel.restore(model)
-    assert forward.kept_bytes == 0
 
 
 def test_the_memory_read_as_a_store_gives_the_same(family, monkeypatch):
@@ -313,28 +297,6 @@ def test_the_model_is_compared_every_few_steps_where_no_code_of_the_users_runs(m
         looked.clear()
         assert_same(model, stock, source("T5"), options(20, num_beams=number, logits_processor=mine))
         assert len(looked) >= 20
-
-
-def test_beams_that_end_are_told_a_step_late(steps, monkeypatch):
-    model, stock = optimized("Bart")
-    late = noted(monkeypatch, LateBeams, "_beam_search_has_unfinished_sequences", lambda view, *_: view.over)
-    ran, found = steps(), set()
-    fused = noted(monkeypatch, beams, "advanced", lambda rules, candidates, *_: (rules.keep, candidates.shape))
-    others = {"length_penalty": -1.0}, {"early_stopping": "never", "length_penalty": 2.0, "repetition_penalty": 1.5}
-    for seed, chosen in enumerate(({}, {"early_stopping": True}, {"num_return_sequences": 3}, *others, {})):
-        call = source("Bart", seed=seed)
-        more = {"max_new_tokens": 12, "num_beams": 3, "eos_token_id": [*range(3, 9 + seed)]} | chosen
-        ours = generated(model, call, more)
-        assert torch.equal(ours, generated(stock, call, more))
-        found.add(ours.shape[1])
-    assert ran and len(fused) > 20 and True in late and len(found) > 1 and not fallbacks(model)
-    longer = {"max_new_tokens": 5, "num_beams": 2, "stopping_criteria": [t.MaxLengthCriteria(12)]}
-    for one in (model, stock):  # stock's lists are too short for that
-        with pytest.raises(IndexError):
-            one.generate(**call, **longer)
-    view, given = LateBeams(model, call["input_ids"], 20), {name: object() for name in RESULT}
-    view.told = Told(torch.tensor(True), None, ())
-    assert view._update_finished_beams(**given) == tuple(given.values())  # what a step too many has found is dropped
 
 
 def test_restore_gives_back_what_was_there(family):
