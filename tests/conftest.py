@@ -21,6 +21,7 @@ import accel.errors
 import accel.options
 from accel.cuda_graphs import pays
 from accel.libraries import versions
+from accel.llm.recording import position_table
 from support.diffusion import calls as live_calls
 from support.diffusion import changes as live_changes
 from support.diffusion.oracles import Oracle
@@ -75,9 +76,24 @@ def few_objects():
 outside = []
 
 
+class Within:
+    """Marks errors of calls that may read behind the end of a table: on a GPU these are looked through before."""
+
+    def __enter__(self):
+        pass
+
+    def __exit__(self, kind, error, trace):
+        if error is not None:
+            error.within_tables = True
+
+
+position_table.RAISING = Within()
+
+
 def log_and_note(error, logged=accel.errors.logged):
     """Notes where `optimize` reads behind the end of a table: an error on a CPU, on a GPU the process's end."""
-    if re.search("index .*out of (range in self|bounds)", str(error)):
+    behind = re.search("index .*out of (range in self|bounds)", str(error))
+    if behind and not hasattr(error, "within_tables"):
         text = "".join(traceback.format_exception(error))
         ours = any(frame.f_code is accel.api.optimize.__code__ for frame, _ in traceback.walk_stack(None))
         outside.extend([text] if ours else [])

@@ -15,7 +15,7 @@ from accel.errors import reason_of
 from accel.libraries.code import comes_from
 from accel.libraries.models import is_seq2seq
 from accel.llm.recording.inputs import ROWS, example_ids, few
-from accel.llm.recording.position_table import WithinTables
+from accel.llm.recording.position_table import within_tables
 from accel.llm.recording.record import NotUnderstood
 from accel.llm.recording.recorder import decoder_layers
 from accel.llm.recording.resting import resting
@@ -122,7 +122,7 @@ def small_call(model: Any, inputs: Inputs) -> dict[str, Any]:
     reason = "inputs of another kind"
     for call in (_sounds if inputs.main in SOUNDS else _images)(model, inputs):
         try:
-            with resting(model), WithinTables():
+            with resting(model), within_tables():
                 type(model).forward(model, **call)
         except Exception as error:  # images of one size, as position embeddings are for
             reason = f"could not be examined: {reason_of(error)}"
@@ -222,7 +222,7 @@ def masked_sound(model: Any, inputs: Inputs, example: dict[str, Any]) -> Inputs:
     """With the mask of what its sounds consist of, (batch, length), if the model reads one."""
     masked = inputs._replace(mask=HEARD if HEARD in example else TEXT.mask)
     try:
-        with WithinTables():
+        with within_tables():
             given, plain = (
                 tensors_of(type(model).forward(model, **example | more))
                 for more in ({masked.mask: random_mask(masked, example)}, {})
@@ -255,7 +255,7 @@ def wide_call(model: Any, inputs: Inputs, example: dict[str, Any]) -> list[dict[
     wide = torch.randn(shape, generator=torch.Generator().manual_seed(1), device="cpu")
     call = example | {inputs.main: wide.to(images)}
     try:
-        with resting(model), WithinTables():  # blocks of windows remember the smallest picture, which may be this one
+        with resting(model), within_tables():  # blocks of windows remember the smallest picture, which may be this one
             type(model).forward(model, **call)
     except Exception as error:  # images of one size
         reason_of(error)
@@ -276,7 +276,7 @@ def unread(model: Any, example: dict[str, Any], inputs: Inputs, names: Collectio
     plain, same = tensors_of(type(model).forward(model, **example)) if beside else {}, dict[str, bool]()
     for name, one in beside:
         try:
-            with WithinTables():
+            with within_tables():
                 given = tensors_of(type(model).forward(model, **example, **{name: one}))
         except Exception as error:  # an argument that it does not take
             reason_of(error)

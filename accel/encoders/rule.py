@@ -47,7 +47,7 @@ from accel.libraries.models import is_causal_lm, is_seq2seq
 from accel.llm.attention.position_terms import POSITIONS
 from accel.llm.parts.step import ForwardContext
 from accel.llm.recording.inputs import example_ids, last_positions
-from accel.llm.recording.position_table import WithinTables
+from accel.llm.recording.position_table import within_tables
 from accel.llm.recording.record import NotUnderstood
 from accel.llm.recording.resting import resting
 from accel.patching.fast_forward import as_written
@@ -221,7 +221,7 @@ def _try(forward: EncoderForward, example: dict[str, Any]) -> None:
     if inputs == TEXT and own:  # which may have windows
         calls.append({TEXT.main: example_ids(model, long_text(model))[:1]})
     with resting(model), math_attention():
-        with as_written(), WithinTables():  # no configuration says how long a table must be
+        with as_written(), within_tables():  # no configuration says how long a table must be
             calls += wide_call(model, inputs, example) if inputs != TEXT else []
             wanted = [_seeded(model, forward.stock, call) for call in calls]
             everywhere = all(layer.attention.reach is None and not layer.inner for layer in forward.layers)
@@ -251,7 +251,7 @@ def _try(forward: EncoderForward, example: dict[str, Any]) -> None:
 def _weighs(forward: EncoderForward, call: dict[str, Any]) -> bool:
     """Whether the model computes with numbers of its mask, of which this call has others than 0 and 1."""
     try:
-        with as_written(), WithinTables():
+        with as_written(), within_tables():
             wanted = _seeded(forward.module, forward.stock, call)
     except Exception as error:  # of numbers that the model refuses
         reason_of(error)
@@ -333,7 +333,7 @@ def ignores_padding(root: nn.Module, model: Any, inputs: Inputs, example: dict[s
 
     for call in (given, {name: one[:, None] for name, one in given.items()}):  # the latter for one of several choices
         try:
-            with resting(root), math_attention(), as_written(), WithinTables():
+            with resting(root), math_attention(), as_written(), within_tables():
                 plain = tensors_of(type(root).forward(root, **call))
                 with listening([(model, other)]):
                     changed = [tensors_of(type(root).forward(root, **call)) for _ in range(2)]

@@ -33,7 +33,7 @@ from accel.libraries.cache import (
 from accel.libraries.models import is_seq2seq
 from accel.llm.parts.linear import weights
 from accel.llm.parts.step import ForwardContext
-from accel.llm.recording.position_table import WithinTables
+from accel.llm.recording.position_table import within_tables
 from accel.llm.recording.record import NotUnderstood
 from accel.llm.recording.resting import model_side_effects, resting
 from accel.llm.runtime.lm_head import StepHeadForward
@@ -259,7 +259,7 @@ class StepTrial:
         return given | padding | {"use_cache": True, "return_dict": True}
 
     def stock(self, more: dict, steps: int) -> Text:
-        with as_written(), WithinTables():
+        with as_written(), within_tables():
             first = self.forward.stock(**self.call(more, 0, BEGUN, None))
             cache = cache_of(first)
             begun = copy.deepcopy(cache)

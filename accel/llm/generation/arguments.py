@@ -18,7 +18,7 @@ from accel.llm.generation.calling_convention import ALL, ANY, GRID, NEW, Calling
 from accel.llm.generation.decoder import DecoderForward
 from accel.llm.generation.trial import PADDING, expected, logits_over_pieces, most_new, pieces_of, plainly
 from accel.llm.recording.inputs import example_ids, within_positions
-from accel.llm.recording.position_table import WithinTables
+from accel.llm.recording.position_table import within_tables
 from accel.llm.recording.resting import resting
 
 PIECES = (9, 1, 3)  # tokens of a prompt, a step and a longer one
@@ -119,7 +119,7 @@ def _agrees(forward: DecoderForward, pieces: list[dict]) -> bool:
     """
 
     def stock() -> torch.Tensor:
-        with plainly(forward), WithinTables():
+        with plainly(forward), within_tables():
             return logits_over_pieces(forward, forward.reference, pieces)[:, PADDING:]
 
     try:

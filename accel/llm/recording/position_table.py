@@ -5,6 +5,7 @@ the tokens of a text. Its shape says nothing: a weight may have as many rows as 
 """
 
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -15,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from accel.parallel.sharded_layers import local
 
 ATEN = torch.ops.aten
+RAISING: AbstractContextManager = nullcontext()  # a CPU looks before it reads
 
 
 class PositionTable(TorchDispatchMode):
@@ -63,10 +65,15 @@ class PositionTable(TorchDispatchMode):
         return int(texts[0, 0]) if bool((texts.diff() == 1).all()) else None
 
 
-class WithinTables(TorchDispatchMode):
-    """While active, to read behind the end of a table raises IndexError before it happens, which ends the process on a
-    GPU. For calls of which it is not known whether a model takes them. Waits for the GPU.
+def within_tables() -> AbstractContextManager:
+    """Inside, to read behind the end of a table raises an error, and does not end the process, as it does on a GPU. For
+    calls of which it is not known whether a model takes them.
     """
+    return WithinTables() if torch.accelerator.is_available() else RAISING
+
+
+class WithinTables(TorchDispatchMode):
+    """While active, to read behind the end of a table raises IndexError before it happens. Waits for the GPU."""
 
     supports_higher_order_operators = True
 

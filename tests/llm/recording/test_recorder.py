@@ -11,7 +11,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
 import accel
-from accel.llm.recording.position_table import WithinTables
+from accel.llm.recording.position_table import within_tables
 from accel.llm.recording.recorder import record
 from accel.llm.runtime.analyze import formulas
 from support.llm.edits.modules import llama_with
@@ -256,10 +256,11 @@ def test_tables_are_read_within(head):
     assert not accel.report(model).fallbacks
 
 
-def test_a_table_that_is_too_short_is_not_read():
+def test_a_table_that_is_too_short_is_not_read(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     table, call = torch.zeros(3, 2), torch.tensor([2, 3])
     for read in (lambda: table[call], lambda: table.index_select(0, call), lambda: torch.embedding(table, call)):
-        with WithinTables(), pytest.raises(IndexError, match="numbers from 2 to 3, of a table with 3"):
+        with within_tables(), pytest.raises(IndexError, match="numbers from 2 to 3, of a table with 3"):
             read()
-    with WithinTables():
+    with within_tables():
         assert table[call - 4].shape == (2, 2)
