@@ -76,7 +76,7 @@ def test_every_configuration_is_counted():
     assert all((case.class_name, case.config) in counted for name, case in CASES.items() if name != "tiny")
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @pytest.mark.parametrize("name", MILLIONS)
 def test_weights_are_of_the_published_sizes(name):
     """Built on the meta device, so that it costs nothing: the parameter counts everybody knows."""

@@ -194,7 +194,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.share(3)
+@pytest.mark.share(6)
 def test_the_last_reference_frees_all_weights(case):
     make, options = CASES[case]
     obj, call = make()

@@ -66,7 +66,7 @@ def same_state(before: list[dict], after: list[dict]) -> None:
 
 
 @pytest.mark.parametrize("name", TARGETS)
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @pytest.mark.filterwarnings("ignore")
 def test_what_holds_models(name, alone, calls, loops):
     count, make_target = TARGETS[name]
@@ -296,7 +296,7 @@ LATER = {
 
 
 @pytest.mark.parametrize("name", sorted(TASKS.keys() & SUPPORTED_TASKS.keys()))
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @pytest.mark.filterwarnings("ignore")
 def test_every_task_of_the_pipelines_of_transformers(name, calls):
     def answer():

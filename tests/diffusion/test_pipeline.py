@@ -66,7 +66,7 @@ CALLS = {
 }
 
 
-@pytest.mark.share(3)
+@pytest.mark.share(6)
 @pytest.mark.parametrize("name", CALLS)
 def test_every_way_of_calling(dit, name):
     call = {"steps": 2} | CALLS[name]

@@ -17,15 +17,18 @@ from support.kernels.compiler import in_a_process
 
 EACH = """
 import sys
+from accel_kernels import OPS
 from support.kernels.cards import made_up
 from support.kernels.compile_matrix import configurations, examined, read, sampled
 
 card, everything = made_up(90), sys.argv[1:] == ["all"]
 elsewhere = {"skinny_wgmma_kernel", "gemv_mma_kernel", "expert_rows_kernel"}  # tests of their own compile them
-ways = configurations([card], dtypes=1, share=1 if everything else 2)
+ways = configurations([card], dtypes=1, share=1 if everything else 4)
+if not everything:  # with what is launched for many tokens alone
+    ways |= configurations([card], [op for op in OPS if op.name == "experts"], dtypes=1, share=2)
 first = {launch.name: launch for launch in reversed(ways.values())}
 assert elsewhere <= first.keys()
-chosen = sampled({launch.way: launch for launch in first.values()}, len(first) if everything else 10)
+chosen = sampled({launch.way: launch for launch in first.values()}, len(first) if everything else 5)
 rows = examined((launch for launch in chosen if launch.name not in elsewhere), card, whole=False)
 for launch in first.values():
     if launch not in chosen:
@@ -51,7 +54,7 @@ print(len(ways), len(rows))
 def test_kernels_compile(tmp_path: Path):
     """Every kernel is read; a share of them, or all, is made code of."""
     kernels, compiled = map(int, in_a_process(EACH, tmp_path, *["all"] * EVERYTHING).split())
-    assert kernels >= 68 and compiled >= 8
+    assert kernels >= 68 and compiled >= 3
 
 
 @pytest.mark.parametrize("arch", [75, 80, 86, 89, 90, 100, 120])

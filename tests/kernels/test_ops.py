@@ -262,7 +262,7 @@ BY_TABLE = [c for n, c in enumerate(ATTEND) if EVERYTHING or (c not in BY_ADDRES
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the compiled kernels")
 @pytest.mark.parametrize("case", BY_TABLE, ids=lambda case: case.name)
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 def test_new_keys_and_values_are_stored_where_the_table_says_and_nowhere_else(case):
     op = next(op for op in OPS if op.name == "paged_attention")
     (*qkv, theirs, scale), kwargs = case.make(torch.device("cpu"), torch.float32)

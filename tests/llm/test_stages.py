@@ -13,7 +13,7 @@ from accel.libraries.models import is_causal_lm
 from accel.llm.generation import self_test
 from accel.llm.generation import trial_warmup as check
 from accel.llm.generation.trial import fused_layers
-from accel.llm.recording import record
+from accel.llm.recording import window
 from accel.llm.stages import language_plan
 from accel.options import Options
 from accel.planning.plan import create_context
@@ -138,7 +138,7 @@ SMALL = 512  # bytes a layer: places of keys and values, scales
 @pytest.fixture
 def few_positions(monkeypatch):
     """A window is looked for among a million positions on the CPU, whatever the model: it would hide all else."""
-    monkeypatch.setattr(record, "QUERIES", (3, 77))
+    monkeypatch.setattr(window, "QUERIES", (3, 77))
 
 
 @pytest.fixture

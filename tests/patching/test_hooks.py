@@ -62,7 +62,7 @@ def of_diffusers(module, seen):
         *((of_diffusers, place) for place in ("", "mid_block.resnets.0", "mid_block.resnets.0.norm1")),
     ],
 )
-@pytest.mark.share(3)
+@pytest.mark.share(6)
 def test_hooks_and_patches_come_and_go_in_any_order(tiny, pair, hook, place, order, leaving):
     model, wanted, inputs = pair
     seen = []
@@ -172,7 +172,7 @@ CASES += [(vae, faked), (vae, written_down), (vae, traced)]
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
 @pytest.mark.parametrize(("make", "how"), CASES)
-@pytest.mark.share(3)
+@pytest.mark.share(6)
 def test_what_torch_does_with_a_forward_it_does_with_stocks(make, how, tiny):
     ours, stock, x, call = make(tiny)
 

@@ -63,7 +63,7 @@ def put_on(unet, kind, seed=5, name="default"):
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", ["sd15", "sdxl"])
-@pytest.mark.share(6)
+@pytest.mark.share(12)
 def test_every_kind(family, kind, after, tiny, ran, monkeypatch):
     stock = tiny.unet(family)
     inputs, plain = tiny.inputs(stock), run(stock, tiny.inputs(stock))

@@ -77,7 +77,7 @@ def made(name):
 
 @torch.no_grad()
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.share(12)
+@pytest.mark.share(24)
 @pytest.mark.parametrize("name", CLASSES)
 def test_blocks_of_a_class(name, runs, tiny):
     model, given = made(name)

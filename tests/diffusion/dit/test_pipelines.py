@@ -26,7 +26,7 @@ def drawn(pipeline, given):
     return np.asarray(output.frames if hasattr(output, "frames") else output.images)
 
 
-@pytest.mark.share(6)
+@pytest.mark.share(12)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", PIPELINES)
 def test_a_pipeline_draws_what_stock_draws(name, monkeypatch):

@@ -35,7 +35,7 @@ WAYS = [
 
 @pytest.mark.parametrize(("weights", "activations"), WAYS)
 @pytest.mark.parametrize("name", [*UNETS, *DITS])
-@pytest.mark.share(12)
+@pytest.mark.share(24)
 def test_equals_stock_over_its_weights_and_rows(name, weights, activations, tiny, unet_and_inputs, in_double):
     """In float64 where rows are rounded: rounding before it would put numbers next to a half to the other side."""
     rounds = activations is not None
@@ -118,7 +118,7 @@ SHARES = {"sd15": 0.84, "sdxl": 0.57, "pixart": 0.51, "zimage": 0.51, "flux": 0.
 
 
 # docs/measurements/quantization.md says so.
-@pytest.mark.share(1)
+@pytest.mark.share(2)
 @pytest.mark.parametrize("name", SHARES)
 def test_what_published_models_become(name):
     model = CASES[name].build(torch.device("meta"), torch.bfloat16)

@@ -145,7 +145,7 @@ def test_offloaded_before_it_is_left_alone_and_says_so(tiny, unet):
     ],
     ids=str,
 )
-@pytest.mark.share(6)
+@pytest.mark.share(12)
 def test_digits_stay_the_same(chosen, told, pipe, digits, ten_digits, stock_digits):
     from diffusers.image_processor import VaeImageProcessor
 
@@ -164,7 +164,7 @@ def test_digits_stay_the_same(chosen, told, pipe, digits, ten_digits, stock_digi
 def test_verify_judges_the_model_and_tells_the_rest(request, pipeline, activations, monkeypatch):
     pipe, name = request.getfixturevalue(pipeline), "unet" if pipeline == "pipe" else "transformer"
     accel.optimize(pipe, weights="int8", activations=activations)
-    quality = accel.verify(pipe, "a handwritten seven", num_inference_steps=3)
+    quality = accel.verify(pipe, "a handwritten seven", num_inference_steps=2)
     lossy = "weights='int8'" if activations is None else "weights='int8', activations='int8'"
     assert quality.passed and quality.verdict.startswith(f"lossy, as asked for ({lossy}): ")
     assert "PSNR" in quality.verdict and 25 < quality.psnr_db < 80 and "GMSD" in str(quality)
@@ -178,7 +178,7 @@ def test_verify_judges_the_model_and_tells_the_rest(request, pipeline, activatio
     else:
         wrong = RowProducts(int8_linear=lambda *given, **more: 1.01 * int8_linear(*given, **more))
         monkeypatch.setattr(judging, "KERNELS", wrong)
-    failed = accel.verify(pipe, "a handwritten seven", num_inference_steps=3)
+    failed = accel.verify(pipe, "a handwritten seven", num_inference_steps=2)
     assert failed.verdict.startswith(f"FAILED: {name}: " + ("their products: " if activations else ""))
     assert any(type(module) is QuantizedLinear for module in getattr(pipe, name).modules())
 

@@ -41,7 +41,7 @@ def test_another_update_than_the_known_one_stays_stock(monkeypatch):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.share(5)
+@pytest.mark.share(10)
 def test_it_is_still_that_scheduler(name, tmp_path):
     scheduler = make(name)
     scheduler.set_timesteps(6)

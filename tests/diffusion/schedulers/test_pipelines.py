@@ -213,7 +213,7 @@ def test_half_precision(name, dtype):
         if EVERYTHING or begin is (turn % 2 > 0)
     ],
 )
-@pytest.mark.share(3)
+@pytest.mark.share(6)
 def test_image_to_image(name, begin):
     """A slice of the timesteps, an image with noise added; twice, with another number of steps, then from the start."""
     scheduler = make(name)

@@ -33,7 +33,7 @@ def sample_of(call):
 @pytest.mark.parametrize(
     "pair", [*itertools.product(FAMILIES, (2, 3)), *STACKS, (FLUX, 2), (SD3, 4)], indirect=True, ids=str
 )
-@pytest.mark.share(9)
+@pytest.mark.share(18)
 def test_equals_the_oracle_over_loops(pair):
     model, oracle, calls = pair
     for count in (5, 2, 7):  # each begins whole, as the timestep goes up

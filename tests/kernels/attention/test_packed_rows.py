@@ -9,7 +9,7 @@ from support.kernels.packed_rows import same_rows
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the compiled kernels")
 @pytest.mark.parametrize("case", [one for one in packed_rows.cases if one.small], ids=lambda one: one.name)
-@pytest.mark.share(1)
+@pytest.mark.share(2)
 def test_kernels_find_what_torch_finds(case):
     pytest.importorskip("triton")
     same_rows(case, torch.device("cpu"))

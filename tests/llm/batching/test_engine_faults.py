@@ -213,7 +213,7 @@ def spread_of(name, pair_of):
     return accel.optimize(spread(copy.deepcopy(pair_of(name)[1]), first=1))
 
 
-@pytest.mark.share(12)
+@pytest.mark.share(24)
 @pytest.mark.parametrize(
     ("name", "devices"), [*((name, 1) for name in NAMES), *((name, 2) for name in (*WINDOWS, "llama", "mixtral"))]
 )

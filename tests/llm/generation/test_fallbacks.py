@@ -81,7 +81,7 @@ def while_training(model, ids, mask):
 
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2"])
-@pytest.mark.share(5)
+@pytest.mark.share(10)
 def test_a_call_that_runs_stock(name, call, pair):
     """It gives what stock gives, is counted, and the next call is as fast as ever."""
     ours, stock = pair(name)

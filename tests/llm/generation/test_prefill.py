@@ -52,7 +52,7 @@ def test_logits_and_the_steps_after(name, lengths, pair_of):
 
 
 @pytest.mark.parametrize(("name", "mode"), [*every(2, FAST, ["greedy-padded"]), *every(4, FAST, ["greedy"])], ids=str)
-@pytest.mark.share(9)
+@pytest.mark.share(18)
 def test_every_family(name, mode, pair_of):
     """That the filling is taken, or that the family stays out, is what its way of being called says."""
     ours, stock = pair_of(name)

@@ -42,7 +42,7 @@ PRODUCT = [
 pair_of = functools.cache(pair)
 
 
-@pytest.mark.share(12)
+@pytest.mark.share(24)
 @pytest.mark.parametrize(("name", "kind", "mode"), PRODUCT, ids=str)
 def test_text_is_that_of_stock_over_a_rounded_cache(name, kind, mode):
     ours, stock = pair_of(name, kind)

@@ -137,7 +137,7 @@ def test_nothing_falls_back_where_nothing_has_to(name, pair_of):
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if BY_NAME[name].core or (name,) in every(5, NAMES)])
-@pytest.mark.share(5)
+@pytest.mark.share(10)
 def test_restore_is_exact(name, tiny):
     model = make(name)
     twin = copy.deepcopy(model)

@@ -19,7 +19,7 @@ CORE = [family.name for family in FAMILIES if family.core]
 
 @pytest.mark.parametrize("way", ["deepcopy", "pickle"])
 @pytest.mark.parametrize("name", CORE)
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 def test_a_copy_is_a_model_of_its_own(name, way, pair):
     """Made while a cache is in use; it keeps its own weights, is fast, and is restored by itself."""
     ours, stock = pair(name)
@@ -106,7 +106,7 @@ def test_a_model_without_weights():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", CORE)
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 def test_half_precision_is_as_near_to_the_truth_as_stock(name, dtype):
     """A prompt and steps after it; at most twice stock's own error, and a part of a rounding of the largest logit."""
     stock = make(name).to(dtype)
@@ -237,7 +237,7 @@ def layers_ran(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ADAPTERS)
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @pytest.mark.filterwarnings("ignore")
 def test_every_kind_of_adapter(name, layers_ran):
     ours, stock = adapted(name), adapted(name)

@@ -60,7 +60,7 @@ def tower(monkeypatch):
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.share(6)
+@pytest.mark.share(12)
 def test_text_and_image(name, steps, tower):
     ours, stock, text, image = pair(name)
     sites = [site for site in accel.report(ours).sites if site[1] == "decoder layer"]
@@ -99,7 +99,7 @@ def test_other_ways_of_writing_after_an_image(name):
 
 @pytest.mark.parametrize(("name", "turns"), [("qwen3-vl", 1), ("llava", 2), ("gemma3", 2), ("lfm2-vl", 2)])
 @pytest.mark.parametrize("hidden", [0, 2])
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 def test_all_that_a_call_with_an_image_gives_and_leaves(name, turns, hidden, steps):
     """Of one image after another over one cache, as in a chat; the second row begins with padding."""
     ours, stock, _, image = pair(name)

@@ -70,7 +70,7 @@ def test_recognized_and_taken_for_any_number_of_tokens(name, monkeypatch):
 @torch.no_grad()
 @pytest.mark.parametrize("tokens", [3, 40])
 @pytest.mark.parametrize("name", FORMULAS)
-@pytest.mark.share(6)
+@pytest.mark.share(12)
 def test_nothing_waits_from_the_router_to_the_sum(name, tokens, monkeypatch):
     """As on a GPU, but for what the kernels compute; a CUDA graph can hold it."""
     pytest.importorskip("triton")

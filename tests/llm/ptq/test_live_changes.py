@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import accel
-from accel.llm.recording import recorder
+from accel.llm.recording import resting
 from accel.planning.plan import PLAN
 from accel.quantization.experts import holds_numbers
 from support.llm.changes import CHANGES
@@ -37,7 +37,7 @@ TABLE += [
 
 
 @pytest.mark.parametrize(("name", "change", "weights"), TABLE, ids=str)
-@pytest.mark.share(1)
+@pytest.mark.share(2)
 def test_a_change_is_seen_by_the_next_call(name, change, weights):
     ours, stock = pair(name, weights=weights)
     theirs = rounded(stock, ours)
@@ -71,14 +71,14 @@ def test_looking_at_a_model_copies_no_quantized_weight(monkeypatch):
     model = make("llama")
     accel.optimize(model, weights="int8", keep_original=False)
     held = {id(tensor) for module in held_by(model) for tensor in module.buffers()}
-    copied, make_copy = [], recorder._copied
+    copied, make_copy = [], resting._copied
 
     def noted(tensor, module):
         found = make_copy(tensor, module)
         copied.extend(id(tensor) for copy in found[1:] if copy is not None)
         return found
 
-    monkeypatch.setattr(recorder, "_copied", noted)
+    monkeypatch.setattr(resting, "_copied", noted)
     accel.optimize(model)
     assert copied and held.isdisjoint(copied)
 

@@ -216,7 +216,7 @@ def quantizable(model) -> set[str]:
         for name in FAST[:: 1 if EVERYTHING else 3 if mode != "beam" else 12]
     ],
 )
-@pytest.mark.share(12)
+@pytest.mark.share(24)
 def test_every_fast_family(name, mode, monkeypatch):
     ours, reference = quantized(name, "int8")
     assert {row["path"] for row in accel.report(ours).weights} == quantizable(reference)
@@ -228,7 +228,7 @@ def test_every_fast_family(name, mode, monkeypatch):
 
 
 @pytest.mark.parametrize(("name", "mode"), every(3, [*CORE, *WITH_HEADS], USED))
-@pytest.mark.share(12)
+@pytest.mark.share(24)
 def test_every_mode(name, mode):
     table = (*HEADS, *SCHEMES) if name in CORE else HEADS
     weights = table[([*CORE, *WITH_HEADS].index(name) + USED.index(mode)) % len(table)]
@@ -263,7 +263,7 @@ def test_those_not_understood_run_their_own_code_over_quantized_linears(name):
     every(5, CORE, (*SCHEMES, *HEADS[:3]), (torch.bfloat16, torch.float16)),
     ids=str,
 )
-@pytest.mark.share(12)
+@pytest.mark.share(24)
 def test_in_half_precision_as_good_as_stock_over_the_same_weights(name, dtype, weights):
     ours, reference = quantized(name, weights, dtype)
     exact = rounded(reference, ours, torch.float32)  # not even rounded to half precision

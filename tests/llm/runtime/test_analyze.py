@@ -66,7 +66,7 @@ def test_a_multiplier_of_the_residual_close_to_one_is_not_one(multiplier):
 
 
 @pytest.mark.parametrize("family", FAST[::EACH], ids=str)
-@pytest.mark.share(3)
+@pytest.mark.share(6)
 def test_formulas_are_the_same_in_the_coarsest_precision(family):
     """Experts have no linear layer to be made loud: beside a loud attention, rounding hides what they add."""
     coarse = repr(specs(family.name, torch.bfloat16)).replace("wide=True", "wide=False")  # which shows in no other
@@ -74,7 +74,7 @@ def test_formulas_are_the_same_in_the_coarsest_precision(family):
 
 
 @pytest.mark.parametrize("family", FAST[EACH // 2 :: EACH], ids=str)
-@pytest.mark.share(3)
+@pytest.mark.share(6)
 def test_every_layer_is_reported_with_its_whole_model(family, pair_of):
     model, _ = pair_of(family.name)
     sites = accel.report(model).sites

@@ -163,7 +163,9 @@ task(
     lambda: reading("OwlViTForObjectDetection") | {"image_processor": pictures("OwlViT")},
     **LABELS,
 )
-task("text-to-audio", "abc", lambda: reading("VitsModel"))
+VOCODER = {"upsample_initial_channel": 16, "upsample_rates": [2, 2], "upsample_kernel_sizes": [4, 4]}
+VOCODER |= {"resblock_kernel_sizes": [3], "resblock_dilation_sizes": [[1, 3]]}
+task("text-to-audio", "abc", lambda: reading("VitsModel", **VOCODER))
 task("decision", {"state": "abc", "questions": {"q": {"type": "noul", "instructions": "def"}}}, deciding)
 prepared(
     "video-classification",

@@ -98,10 +98,10 @@ def test_small_scales_keep_their_precision(saved):
 @pytest.mark.parametrize("scheme", ["int8", "int4-g32-asym"])
 @pytest.mark.share(2)
 def test_no_weight_is_ever_whole(scheme, saved):
-    _, folder = saved("llama-biases", scheme, num_hidden_layers=6)
+    _, folder = saved("llama-biases", scheme, num_hidden_layers=3)
     with LiveBytes(counts=written_out) as counted:
         model = accel.load(folder)
-    assert counted.most == 0 and len(held_by(model)) == 42
+    assert counted.most == 0 and len(held_by(model)) == 21
     with LiveBytes(counts=written_out) as counted:
         accel.optimize(model)(torch.tensor([[3, 4, 5]]))
     assert counted.most_tensors <= 7
@@ -113,7 +113,7 @@ def test_no_weight_is_ever_whole(scheme, saved):
 )
 def test_numbers_are_never_held_twice(scheme, activations, saved):
     """What stays, and besides it no more than one weight, of which a layer has seven."""
-    model, folder = saved("llama-biases", scheme, num_hidden_layers=6)
+    model, folder = saved("llama-biases", scheme, num_hidden_layers=3)
     if activations is not None:
         for module in held_by(model):
             module.scheme = module.scheme.rounding(activations)

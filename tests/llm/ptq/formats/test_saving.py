@@ -180,7 +180,7 @@ FAMILIES = ("llama", "llama-tied", "llama-biases", "gemma2", "gpt2", "qwen2", "g
     ids=str,
 )
 @pytest.mark.filterwarnings("ignore:.* are saved in the model's dtype")
-@pytest.mark.share(6)
+@pytest.mark.share(12)
 def test_stock_transformers_and_load_compute_the_same(name, weights, dtype, tmp_path):
     stock = reloaded(make(name, dtype), tmp_path / "stock")
     ours = accel.optimize(copy.deepcopy(stock), weights=weights)
