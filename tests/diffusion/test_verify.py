@@ -12,7 +12,7 @@ from accel.patching.fast_forward import FastForward
 from accel.verification.precision import upcast
 from support.everything import EVERYTHING
 
-CALL = {"num_inference_steps": 3}
+CALL = {"num_inference_steps": 2}
 PROMPT = "a handwritten seven"
 
 

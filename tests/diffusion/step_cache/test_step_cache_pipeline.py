@@ -46,7 +46,7 @@ def test_two_threads_on_pipelines_that_share_a_unet_draw_what_they_draw_alone(pi
                 wait()
             return {}
 
-        given = {"steps": 7, "callback_on_step_end": step_ended} | calls.embeddings(7, seed=number)(pair[number])
+        given = {"steps": 5, "callback_on_step_end": step_ended} | calls.embeddings(5, seed=number)(pair[number])
         return live.draw(pair[number], **given)
 
     alone = [work(number) for number in range(2)]
@@ -55,7 +55,7 @@ def test_two_threads_on_pipelines_that_share_a_unet_draw_what_they_draw_alone(pi
     for image, wanted in zip(together, alone, strict=True):
         same(image, wanted)
     assert accel.report(pair[0]).fallbacks == []
-    uncached = [live.draw(accel.restore(p), steps=7, **calls.embeddings(7, seed=i)(p)) for i, p in enumerate(pair)]
+    uncached = [live.draw(accel.restore(p), steps=5, **calls.embeddings(5, seed=i)(p)) for i, p in enumerate(pair)]
     assert all(np.abs(image - wanted).max() > 0.01 for image, wanted in zip(together, uncached, strict=True))
 
 
@@ -73,7 +73,7 @@ def follows(pipe, interval, calls, of=lambda pipe: pipe):
 @pytest.mark.parametrize("scheduler", ["DDIM", "PNDM", "HeunDiscrete", "DPMSolverMultistep", "EulerAncestralDiscrete"])
 @pytest.mark.share(5)
 def test_equals_the_oracle_under_every_scheduler(pipe, scheduler):
-    calls = [{"prompts": prompt, "steps": 8} for prompt in (SEVEN, "two")]
+    calls = [{"prompts": prompt, "steps": 6} for prompt in (SEVEN, "two")]
     assert follows(scheduled(pipe, scheduler), 3, calls) == []
 
 
@@ -129,7 +129,7 @@ def test_loops_that_nobody_announces(pipe):
     """Of the UNet alone, and of a pipeline that was made from an optimized one."""
     from diffusers import StableDiffusionImg2ImgPipeline
 
-    follows(pipe, 3, [{"steps": 7}, {"steps": 4}, {"steps": 7}], of=lambda pipe: pipe.unet)
+    follows(pipe, 3, [{"steps": 5}, {"steps": 4}, {"steps": 5}], of=lambda pipe: pipe.unet)
     other = StableDiffusionImg2ImgPipeline.from_pipe(accel.restore(pipe))
     other.set_progress_bar_config(disable=True)
     other.to(torch.float64)  # what rounding grows to in a loop over an image of one color hangs on the processor

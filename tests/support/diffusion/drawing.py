@@ -24,7 +24,7 @@ def same_image(ours, stock):
     assert np.abs(ours - stock).max() <= 1.01 / 255
 
 
-def draw(pipe, prompts=SEVEN, steps=6, seed=0, **kwargs):
+def draw(pipe, prompts=SEVEN, steps=5, seed=0, **kwargs):
     prompts = [prompts] if isinstance(prompts, str) else prompts
     generators = [torch.Generator().manual_seed(seed + i) for i in range(len(prompts))]
     call = {"num_inference_steps": steps, "output_type": "np", "generator": generators} | kwargs
