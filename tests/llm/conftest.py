@@ -6,7 +6,7 @@ import torch
 from support.llm import optimized_models
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def quiet():
     from transformers.utils import logging
 

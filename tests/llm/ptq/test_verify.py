@@ -19,7 +19,7 @@ from support.llm.optimized_models import optimized, pair
 @pytest.mark.parametrize("name", ["llama", "gpt2", "deepseek-v3"])
 @pytest.mark.share(2)
 def test_the_loss_is_told_and_passes(name):
-    ids, mask = padded((9, 9))
+    ids, mask = padded((30, 30))
     figures = []
     for weights in ("int8", "int4-g32"):
         model = optimized(name, weights=weights)
