@@ -158,10 +158,15 @@ def test_a_case_that_fails_does_not_cost_the_next_and_a_compiler_is_no_failure_o
     assert run_command("bench", "tiny", "--device", "cpu", "--out", tmp_path).exit_code == 0
 
 
-def test_bench_adapters_writes_json(tmp_path, monkeypatch):
-    pytest.importorskip("peft")
+@pytest.fixture
+def few_tokens(monkeypatch):
+    """In each call of a language model that is timed."""
     for name, few in (("PROMPT", 8), ("TOKENS", 3), ("CALLS", 2)):
         monkeypatch.setattr(f"accel.bench.adapters.{name}", few)
+
+
+def test_bench_adapters_writes_json(tmp_path, few_tokens):
+    pytest.importorskip("peft")
     asked = ("tiny-text", "--ranks", "4", "--counts", "2", "--rows", "4", "--budget", "0.05")
     _, figures = bench(tmp_path, "cpu-adapters.json", "adapters", *asked)
     (row,) = figures["rows"]
@@ -190,7 +195,7 @@ def test_bench_memory_keeps_what_it_has(tmp_path, monkeypatch):
         assert [row.get("failed") for row in rows] == ([None] if code == 130 else ["OutOfMemoryError: no memory"] * 2)
 
 
-def test_bench_formats_writes_json(tmp_path):
+def test_bench_formats_writes_json(tmp_path, few_tokens):
     asked = ("tiny-text", "--formats", "fp8,Q4_K", "--budget", "0.05")
     output, figures = bench(tmp_path, "cpu-formats.json", "formats", *asked, code=1)
     assert "tiny-text, Q4_K: " in output  # whose blocks are longer
