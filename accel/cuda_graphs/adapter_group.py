@@ -151,7 +151,10 @@ def adapted_layers(model: Any) -> dict[str, Any]:
 
 def known_adapter(model: nn.Module, name: str) -> str:
     """The name. Raises ValueError where tokens cannot have this adapter."""
-    names = sorted({one for layer in adapted_layers(model).values() for one in layer._modules[DOWN]})
+    layers = adapted_layers(model).values()
+    names = sorted({one for layer in layers for one in layer._modules[DOWN]})
     if name != BASE_ROW and name not in names:
         raise ValueError(f"adapter={name!r}: the model has {', '.join(map(repr, names)) or 'none'}")
+    if name != BASE_ROW and all(layer.disable_adapters for layer in layers if name in layer._modules[DOWN]):
+        raise ValueError(f"adapter={name!r}: the model's adapters are disabled, enable them first")
     return name

@@ -101,5 +101,8 @@ def test_adapters_that_tokens_cannot_have_are_refused_before_anything_starts(ada
         assert told.error == "adapter='tonne': the model has 'style', 'tone'"
         told = manager.get_result(manager.add_request([3, 4], adapter="__base__"), timeout=20)
         assert told.generated_tokens == wanted(stock, [[3, 4]], [None])[0]
+    switch(False)(ours)
+    refused("adapter='tone': the model's adapters are disabled", adapter=["tone", None])
+    assert given(ours, [[3, 4]], adapter=[None]) == wanted(stock, [[3, 4]], [None])
     lora("weights", use_dora=True)(ours)
     refused("not alone products of low rank", adapter="style")
