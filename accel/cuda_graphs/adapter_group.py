@@ -122,9 +122,13 @@ def adapters_of(layer: Any, dtype: torch.dtype, whole: bool) -> tuple[LowRank, .
     return found if fit else None
 
 
+class AdaptersNotByToken(ValueError):
+    """A linear computes with the same adapters for all tokens of a forward."""
+
+
 @contextmanager
 def each_token(model: nn.Module, index: torch.Tensor) -> Iterator[None]:
-    """Inside, tokens of a forward have their own adapters, see `TOKENS`. Raises ValueError where a linear took none."""
+    """Inside, tokens of a forward have their own adapters, see `TOKENS`. Raises AdaptersNotByToken."""
     buffers, token = BUFFERS.get(), TOKENS.set(index)
     try:
         buffers.asked.clear()
@@ -133,7 +137,7 @@ def each_token(model: nn.Module, index: torch.Tensor) -> Iterator[None]:
         TOKENS.reset(token)
     for path, layer in adapted_layers(model).items():
         if id(layer) not in buffers.asked:
-            raise ValueError(f"{path}: with adapters it is computed for all tokens of a step alike")
+            raise AdaptersNotByToken(f"{path}: with adapters it is computed for all tokens of a step alike")
 
 
 def adapted_layers(model: Any) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import contextlib
 from collections import deque
 
-from accel.cuda_graphs.adapter_group import known_adapter
+from accel.cuda_graphs.adapter_group import AdaptersNotByToken, known_adapter
 from accel.cuda_graphs.runner import GraphRunner
 from accel.errors import Unfit, reason_of
 from accel.llm.batching.limits import Limits, limits_prompts, sets_of
@@ -209,15 +209,21 @@ class Engine:
         except Exception as error:  # of this step: those in it end, the others go on
             if self.forward.ranks is not None:  # another rank may not have failed, and waits there for this one
                 raise
-            self._fail_step(plan, reason_of(error, memory=True))
+            self._fail_step(plan, reason_of(error, memory=True), isinstance(error, AdaptersNotByToken))
 
-    def _fail_step(self, plan: StepPlan, reason: str) -> None:
-        """The prompts of a step that raised fail; all its requests, where it had no prompts."""
+    def _fail_step(self, plan: StepPlan, reason: str, named: bool) -> None:
+        """The prompts of a step that raised fail; all its requests, where it had no prompts. named: those alone that
+        name an adapter; other prompts are read again.
+        """
         self._read_until(0)
-        begun = [*plan.rows[plan.decodes :].tolist(), *plan.opened]
-        for row in dict.fromkeys(begun or plan.rows.tolist()):
+        rows, begun = plan.rows.tolist(), [*plan.rows[plan.decodes :].tolist(), *plan.opened]
+        begun = list(dict.fromkeys([*begun, *(row for row in rows if named and self.rows.adapter[row])] or rows))
+        for row in reversed(begun):
             if row in self.rows.requests:
-                self._fail(row, reason)
+                if named and not self.rows.adapter[row]:
+                    self.scheduler.preempt(row, keep=False)
+                else:
+                    self._fail(row, reason)
         self.scheduler.undo(plan)
 
     def _read_until(self, count: int) -> None:

@@ -159,15 +159,19 @@ class Scheduler:
             raise TokensUnknown
         last, others = next(reversed(self.rows.requests)), len(self.rows.requests) > 1
         stored = int(self.rows.stored[last])
-        request = self.close(last, keep=others)
         if others:
-            request.status = RequestStatus.PENDING
-            self.waiting.appendleft(request)
-            self.preempted += 1
+            self.preempt(last, keep=True)
         else:
             reason = f"{stored} tokens fill all {self.allocator.blocks - 1} blocks that there are"
-            self.failed += failed(request.family, reason)
+            self.failed += failed(self.close(last, keep=False).family, reason)
         return others
+
+    def preempt(self, row: int, keep: bool) -> None:
+        """The row's request waits again, before all others. keep: as of `close`."""
+        request = self.close(row, keep)
+        request.status = RequestStatus.PENDING
+        self.waiting.appendleft(request)
+        self.preempted += 1
 
     def _chunks(self, micro_batch: int, budget: int, begins: bool) -> Iterator[tuple[int, int, list[int]]]:
         """Parts of prompts, until the budget or the blocks are used up: row, tokens before, tokens. begins: the first

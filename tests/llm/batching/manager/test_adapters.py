@@ -6,7 +6,7 @@ import pytest
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 import accel
-from support.llm.batching.engines import alone, engine_of, finished, prompts_of, request
+from support.llm.batching.engines import alone, as_alone, engine_of, finished, prompts_of, request
 from support.llm.edits.places import choose, lora, switch
 from support.llm.families import make
 from support.llm.miniatures.family import VOCAB
@@ -106,3 +106,16 @@ def test_adapters_that_tokens_cannot_have_are_refused_before_anything_starts(ada
     assert given(ours, [[3, 4]], adapter=[None]) == wanted(stock, [[3, 4]], [None])
     lora("weights", use_dora=True)(ours)
     refused("not alone products of low rank", adapter="style")
+
+
+def test_where_a_linear_cannot_tell_tokens_apart_others_go_on():
+    stock = make("jamba")
+    lora("style", target_modules=["dt_proj"])(stock)
+    stock.requires_grad_(False).eval()
+    engine = engine_of(accel.optimize(copy.deepcopy(stock), cpu="fuse"))
+    prompts = prompts_of([9, 5, 20], VOCAB)
+    named = request("named", prompts[0], adapter="style")
+    others = [request("first", prompts[1]), request("last", prompts[2])]
+    finished(engine, [others[0], named, others[1]])
+    assert "computed for all tokens of a step alike" in named.error
+    as_alone(stock, others)
