@@ -191,6 +191,8 @@ class SamplingDefaults:
             raise ValueError(f"num_beams={config.num_beams}: continuous batching has no beams; use generate()")
         if most is not None:
             config.max_length = len(prompt) + most
+        if config.min_new_tokens is not None:  # which goes before
+            config.min_length = len(prompt) + config.min_new_tokens
         eos = config.eos_token_id if eos is None else eos
         ends = [one for one in ([] if eos is None else [eos] if isinstance(eos, int) else eos) if one >= 0]
         known = self._ends

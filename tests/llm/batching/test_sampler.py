@@ -50,7 +50,7 @@ GREEDY = [
     {"bad_words_ids": [[12], [77, 90]]},
     {"sequence_bias": [[[17], 3.0], [[77, 90], -9.0]]},
     {"min_length": 12, "eos_token_id": 77},
-    {"min_new_tokens": 4, "eos_token_id": list(range(10, 90))},
+    {"min_new_tokens": 4, "min_length": 99, "eos_token_id": list(range(10, 90))},
     {"suppress_tokens": list(range(60))},
     {"begin_suppress_tokens": list(range(3, 90))},
     {"forced_eos_token_id": 3},
