@@ -123,7 +123,7 @@ def adapters_of(layer: Any, dtype: torch.dtype, whole: bool) -> tuple[LowRank, .
 
 
 class AdaptersNotByToken(ValueError):
-    """A linear computes with the same adapters for all tokens of a forward."""
+    """A linear computes with the same adapters for all tokens of a forward, or may do anything else."""
 
 
 @contextmanager
@@ -141,24 +141,30 @@ def each_token(model: nn.Module, index: torch.Tensor) -> Iterator[None]:
 
 
 def adapted_layers(model: Any) -> dict[str, Any]:
-    """By path, linears with adapters of which each token can have its own. Raises ValueError where there are others."""
+    """By path, linears with adapters of which each token can have its own. Raises AdaptersNotByToken where there are
+    others.
+    """
     found, head = dict[str, Any](), model.get_output_embeddings()
     for path, layer in model.named_modules():
         if BASE in layer._modules or ANOTHER in layer._modules:
             tried = (adapters_of(layer, dtype, True) for dtype in FLOATS)
             own = next((one for one in tried if one is not None), None)
             if own is None or layer is head or ANOTHER in layer._modules:
-                raise ValueError(f"{path}: its adapters are merged, or not alone products of low rank in a layer")
+                raise AdaptersNotByToken(
+                    f"{path}: its adapters are merged, or not alone products of low rank in a layer"
+                )
             found |= {path: layer} if own else {}
     return found
 
 
 def known_adapter(model: nn.Module, name: str) -> str:
-    """The name. Raises ValueError where tokens cannot have this adapter."""
-    layers = adapted_layers(model).values()
-    names = sorted({one for layer in layers for one in layer._modules[DOWN]})
-    if name != BASE_ROW and name not in names:
-        raise ValueError(f"adapter={name!r}: the model has {', '.join(map(repr, names)) or 'none'}")
-    if name != BASE_ROW and all(layer.disable_adapters for layer in layers if name in layer._modules[DOWN]):
+    """The name. Raises ValueError where no linear computes with it. `adapted_layers`, which takes as long as a step,
+    tells whether each token can have its own.
+    """
+    known = (one for one in model.modules() if one._modules.get(DOWN) is not None and name in one._modules[DOWN])
+    if name == BASE_ROW or any(not layer.disable_adapters for layer in known):
+        return name
+    names = sorted({one for layer in adapted_layers(model).values() for one in layer._modules[DOWN]})
+    if name in names:
         raise ValueError(f"adapter={name!r}: the model's adapters are disabled, enable them first")
-    return name
+    raise ValueError(f"adapter={name!r}: the model has {', '.join(map(repr, names)) or 'none'}")

@@ -3,7 +3,7 @@
 import contextlib
 from collections import deque
 
-from accel.cuda_graphs.adapter_group import AdaptersNotByToken, known_adapter
+from accel.cuda_graphs.adapter_group import AdaptersNotByToken, adapted_layers, known_adapter
 from accel.cuda_graphs.runner import GraphRunner
 from accel.errors import Unfit, reason_of
 from accel.llm.batching.limits import Limits, limits_prompts, sets_of
@@ -72,6 +72,11 @@ class Engine:
         if (name := request.adapter) is not None:
             if type(self.steps) is not StepRunner or self.forward.ranks is not None:
                 return failed(request.family, f"adapter={name!r}: the model is divided among devices")
+            try:
+                if name not in self.steps.adapters.numbers:
+                    adapted_layers(self.forward.module)
+            except ValueError as error:
+                return failed(request.family, str(error))
             for one in request.family:
                 one.number = self.steps.adapters.number(name)
         if request.given and (reason := self._place(request)) is not None:
@@ -163,6 +168,7 @@ class Engine:
         asked = [*self.rows.requests.values(), *self.scheduler.waiting]
         for name in {one.adapter for one in asked if one.adapter is not None}:
             try:
+                adapted_layers(self.forward.module)
                 known_adapter(self.forward.module, name)
             except ValueError as error:
                 for one in asked:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import ContinuousBatchingConfig, ContinuousBatchingManager, GenerationConfig, PreTrainedModel
 
-from accel.cuda_graphs.adapter_group import known_adapter
+from accel.cuda_graphs.adapter_group import adapted_layers, known_adapter
 from accel.cuda_graphs.runner import GraphRunner
 from accel.errors import Refused, Unfit
 from accel.libraries.adapters import BASE_ROW
@@ -227,7 +227,7 @@ class GenerateBatch(MethodHook):
     """Stands in `vars(module)["generate_batch"]`.
 
     A prompt may be a mapping of what generate() takes for one text with pictures, as a processor gives it. adapter: of
-    peft, one for all prompts or a list, None in it for none. Raises ValueError where they cannot have it.
+    peft, one for all prompts or a list, None in it for none. Raises ValueError or TypeError where they cannot have it.
     """
 
     name = CALL
@@ -238,18 +238,20 @@ class GenerateBatch(MethodHook):
         given = kwargs["inputs"]
         kwargs["inputs"] = list(map(prompt_of, given)) if any(isinstance(one, Mapping) for one in given) else given
         count = len(given)
-        names: list[str | None] = (
-            [adapter] * count if isinstance(adapter, str) else [one or BASE_ROW for one in adapter or ()]
-        )
-        if adapter is not None and len(names) != count:
-            raise ValueError(f"adapter={adapter!r}: {len(names)} for {count} prompts; give a name, or one for each")
-        for name in set(filter(None, names)):
+        asked = [adapter] * count if isinstance(adapter, str) or adapter is None else adapter
+        if not isinstance(asked, Sequence) or not all(isinstance(one, str | None) for one in asked):
+            raise TypeError(f"adapter={adapter!r}: give a name, or a list of one for each prompt")
+        if len(asked) != count:
+            raise ValueError(f"adapter={adapter!r}: {len(asked)} for {count} prompts; give a name, or one for each")
+        names = [] if adapter is None else [BASE_ROW if one is None else one for one in asked]
+        for name in set(names):
             known_adapter(self.module, name)
-        if not names and kwargs["inputs"] is not given:
-            names = [None] * count
-        if names and not isinstance(vars(self.module).get(INIT), InitContinuousBatching):
+        if names:
+            adapted_layers(self.module)
+        by_prompt = names or (None if kwargs["inputs"] is given else [None] * count)
+        if by_prompt and not isinstance(vars(self.module).get(INIT), InitContinuousBatching):
             raise Refused(f"{REFUSED}: the model runs stock, see accel.report")
-        token = BY_PROMPT.set(names or None)
+        token = BY_PROMPT.set(by_prompt or None)
         try:
             return self.stock(**kwargs)
         finally:

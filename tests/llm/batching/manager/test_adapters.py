@@ -91,11 +91,13 @@ def test_adapters_that_tokens_cannot_have_are_refused_before_anything_starts(ada
     ours = accel.optimize(copy.deepcopy(stock), cpu="fuse")
 
     def refused(match, *prompts, **more):
-        with pytest.raises(ValueError, match=match):
+        with pytest.raises((ValueError, TypeError), match=match):
             given(ours, [[3, 4], [5]], **more)
 
     refused("adapter='tonne': the model has 'style', 'tone'", adapter=["style", "tonne"])
     refused("1 for 2 prompts", adapter=["style"])
+    refused("adapter='': the model has", adapter=["style", ""])
+    refused("adapter=5: give a name", adapter=5)
     with ours.continuous_batching_context_manager(generation_config=NEW, continuous_batching_config=CONFIG) as manager:
         told = manager.get_result(manager.add_request([3, 4], adapter="tonne"), timeout=20)
         assert told.error == "adapter='tonne': the model has 'style', 'tone'"
