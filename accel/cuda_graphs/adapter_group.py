@@ -161,7 +161,7 @@ def known_adapter(model: nn.Module, name: str) -> str:
     """The name. Raises ValueError where no linear computes with it. `adapted_layers`, which takes as long as a step,
     tells whether each token can have its own.
     """
-    known = (one for one in model.modules() if one._modules.get(DOWN) is not None and name in one._modules[DOWN])
+    known = (one for one in model.modules() if name in (getattr(one, DOWN, None) or ()))
     if name == BASE_ROW or any(not layer.disable_adapters for layer in known):
         return name
     names = sorted({one for layer in adapted_layers(model).values() for one in layer._modules[DOWN]})

@@ -248,7 +248,7 @@ class GenerateBatch(MethodHook):
             known_adapter(self.module, name)
         if names:
             adapted_layers(self.module)
-        by_prompt = names or (None if kwargs["inputs"] is given else [None] * count)
+        by_prompt: Sequence[str | None] | None = names or (None if kwargs["inputs"] is given else [None] * count)
         if by_prompt and not isinstance(vars(self.module).get(INIT), InitContinuousBatching):
             raise Refused(f"{REFUSED}: the model runs stock, see accel.report")
         token = BY_PROMPT.set(by_prompt or None)

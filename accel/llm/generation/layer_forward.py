@@ -119,8 +119,8 @@ class LayerForward(FastForward):
         bound = [one.bound for one in self.inner] or [self.bound.attention]
         mixers = (mixer for one in bound for mixer in getattr(one, "both", (one,)))
         before = self.written
-        found = (getattr(one, "written", None) for one in mixers)
-        self.written = [one for one in found if one is not None]
+        held = (getattr(one, "written", None) for one in mixers)
+        self.written = [one for one in held if one is not None]
         for one, other in zip(self.written, before, strict=False):
             one.follow(other)
 
