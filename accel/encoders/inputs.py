@@ -8,10 +8,12 @@ from itertools import product
 from typing import Any, NamedTuple, cast
 
 import torch
+from accel_kernels.attention.math_attention import math_attention
 from torch import nn
 from torch.utils import _pytree as pytree
 
 from accel.errors import reason_of
+from accel.in_flight import listening
 from accel.libraries.code import comes_from
 from accel.libraries.models import is_seq2seq
 from accel.llm.recording.inputs import ROWS, example_ids, few
@@ -19,6 +21,7 @@ from accel.llm.recording.position_table import within_tables
 from accel.llm.recording.record import NotUnderstood
 from accel.llm.recording.recorder import decoder_layers
 from accel.llm.recording.resting import resting
+from accel.patching.fast_forward import as_written
 from accel.patching.structure import placement
 
 INTERPOLATED = "interpolate_pos_encoding"
@@ -311,3 +314,33 @@ def random_mask(inputs: Inputs, example: dict[str, Any], left: bool = False) -> 
     shown = torch.ones(like.shape[:2], dtype=torch.int64, device=like.device)
     shown[1:, : like.shape[1] // 2] = 0
     return shown if left else shown.flip(1)
+
+
+def ignores_padding(root: nn.Module, model: Any, inputs: Inputs, example: dict[str, Any]) -> bool:
+    """Whether what the root gives of padded inputs is the same to the bit whatever the encoder gives in rows of padding
+    behind them.
+    """
+    given = example | {inputs.mask: random_mask(inputs, example)}
+    hidden = given[inputs.mask].bool().logical_not().flatten(1)
+    generator = torch.Generator().manual_seed(0)
+
+    def other(module: nn.Module, args: Any, output: Any) -> Any:
+        tensors = ((name, one) for name, one in output.items() if isinstance(one, torch.Tensor))
+        if not (found := {name: one for name, one in tensors if one.shape[:2] == hidden.shape}):
+            raise NotUnderstood("rows within rows")
+        for name, one in found.items():
+            noise = torch.randn(one.shape, generator=generator, device="cpu").to(one)
+            output[name] = torch.where(hidden[..., None], noise, one)
+        return output
+
+    for call in (given, {name: one[:, None] for name, one in given.items()}):  # the latter for one of several choices
+        try:
+            with resting(root), math_attention(), as_written(), within_tables():
+                plain = tensors_of(type(root).forward(root, **call))
+                with listening([(model, other)]):
+                    changed = [tensors_of(type(root).forward(root, **call)) for _ in range(2)]
+        except Exception as error:  # a head that takes other inputs
+            reason_of(error)
+        else:
+            return bool(plain) and all(torch.equal(one, now[name]) for now in changed for name, one in plain.items())
+    return False

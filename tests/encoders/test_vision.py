@@ -8,6 +8,7 @@ import torch
 import transformers as t
 
 import accel
+from accel.comparison import relative_rms
 from accel.encoders.packing import blocks_of
 from accel.fusion.patch_embedding import is_patch_embedding
 from support.objects.encoders import assert_same_tensors, fallbacks, random_pair
@@ -303,3 +304,10 @@ def test_a_bias_of_pairs_is_followed():
             change(one.layers[1].relative_position_bias.relative_position_bias_table)
         assert_same_tensors(model, stock, images())
     assert not fallbacks(model)
+
+
+@torch.no_grad()
+def test_a_mask_that_moves_patches_a_little_is_shown_in_bfloat16():
+    model, stock = (one.bfloat16() for one in made("idefics3"))
+    call = {name: one.bfloat16() if one.is_floating_point() else one for name, one in shown().items()}
+    assert relative_rms(accel.optimize(model)(**call)[0], stock(**call)[0]) < 2e-2 and not fallbacks(model)
