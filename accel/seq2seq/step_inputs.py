@@ -31,8 +31,8 @@ class MaskOfTokens(InstanceMethod):
         return self.module
 
     def call(self, length: int, mask: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """length: of the encoder. mask: (rows, frames), or what is added to scores, of four dimensions."""
-        return mask if mask.dim() == 4 else self.stock(length, mask, *args, **kwargs)
+        """length: of the encoder. mask: (rows, frames), or in a step what is added to scores, (rows, 1, 1, length)."""
+        return mask if mask.shape[1:] == (1, 1, length) else self.stock(length, mask, *args, **kwargs)
 
 
 class MaskByLengths(NamedTuple):
