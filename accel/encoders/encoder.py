@@ -25,7 +25,7 @@ from accel.encoders.stack import HIDDEN_STATES, EncoderLayerForward, EncoderStep
 from accel.encoders.windows import blocks_in
 from accel.errors import Unfit
 from accel.in_flight import CALL
-from accel.libraries.attention import ATTENTION
+from accel.libraries.attention import ATTENTION, EAGER
 from accel.libraries.cache import cache_field, cache_of
 from accel.libraries.hooks import why_elsewhere
 from accel.llm.parts.step import ForwardContext
@@ -258,8 +258,11 @@ class EncoderForward(FastForward):
         if all(layer.attention.relative is None for layer in self.layers):  # else it hangs on the longest text
             self._prepare(step)
         packing = rows.packing(x)
-        blind = packing.keys is not None and packing.unseen is None and any(one.attention.reach for one in self.layers)
-        if blind and self.implementation != getattr(self.module.config, ATTENTION, None):
+        reaches = [one.attention.reach for one in self.layers if one.attention.reach is not None]
+        named = getattr(self.module.config, ATTENTION, None)
+        # To eager attention all are alike then, which so few tokens as a trial has do not show.
+        other = named == EAGER and not self.apart and (packing.mirrored or any(far is not None for far, _ in reaches))
+        if packing.keys is not None and packing.unseen is None and reaches and (other or named != self.implementation):
             raise Unfit("rows of padding may see nothing, of which each attention makes something else")
         step.settle(packing)
         if rows.differ and step.ids is not None and not self.apart:

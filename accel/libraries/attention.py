@@ -15,6 +15,7 @@ __all__ = ["eager_mask"]
 # Functions by their names in configurations.
 ATTENTIONS, MASKS, MIXTURES = ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS, ALL_EXPERTS_FUNCTIONS
 ATTENTION = "_attn_implementation"  # of a configuration: the attention that it names
+EAGER = "eager"  # such a name, of a function in the model's own file
 MASK = "attention_mask"  # of a model and of its layers
 FIELD = "_attn_implementation_internal"  # where the name is kept
 PAGED = "paged|"  # of implementations that attend through the paged cache of continuous batching, and no other

@@ -75,9 +75,13 @@ def test_rows_of_padding_before_a_text_are_computed_once_where_they_see_nothing(
     assert int(packed.starts[-1]) == int(call["attention_mask"].sum()) + 2 and packed.mirrored
 
 
-@pytest.mark.parametrize(("family", "side"), [("Qwen3", "left"), ("ModernBert", "right")])
-def test_rows_that_may_see_nothing_are_those_of_the_attention_that_is_set(family, side):
-    model, stock = optimized(family, **{"local_attention": 6} if family == "ModernBert" else {})
+@pytest.mark.parametrize(
+    ("family", "side", "begun"),
+    [("Qwen3", "left", "sdpa"), ("ModernBert", "right", "sdpa"), ("Mistral", "right", "eager")],
+)
+def test_rows_that_may_see_nothing_are_those_of_the_attention_that_is_set(family, side, begun):
+    fields = {"local_attention": 6} if family == "ModernBert" else {}
+    model, stock = optimized(family, **fields, _attn_implementation=begun)
     for one in (model, stock):
         one.set_attn_implementation("eager")
     assert_same(model, stock, **padded_ids(side))

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from transformers import PretrainedConfig
 
-from accel.libraries.attention import ATTENTIONS, FIELD, MASKS, MIXTURES, PAGED
+from accel.libraries.attention import ATTENTIONS, EAGER, FIELD, MASKS, MIXTURES, PAGED
 from accel.libraries.code import comes_from
 from accel.libraries.experts import EXPERTS
 
@@ -24,7 +24,7 @@ def foreign_attention(modules: list[nn.Module]) -> str | None:
     names = {vars(config).get(FIELD) for config in configs.values()} - {None}
     for name in sorted(names | {name.removeprefix(PAGED) for name in names}):
         functions = [] if name.startswith(PAGED) else [MASKS.get(name)]
-        if name != "eager":  # which is a function of the model's own file
+        if name != EAGER:  # which is a function of the model's own file
             functions.append(ATTENTIONS.get(name))
         if None in functions:
             return f"the attention {name!r} has no masks, or is not registered"
