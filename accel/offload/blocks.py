@@ -10,7 +10,7 @@ from accel.libraries.adapters import BASE, own_parts
 from accel.libraries.hooks import forward_slots, grouped_on_disk
 from accel.offload.budget import WeightSizes
 from accel.offload.call_hooks import streamed_model
-from accel.offload.layout import Layout, storage_of, weights_in
+from accel.offload.layout import Layout, bytes_in, is_movable, storage_of, weights_in
 from accel.patching.fast_forward import FastForward
 
 SHARE = 16  # a block is at most this part of its model, where it consists of blocks itself
@@ -117,7 +117,7 @@ def _on_paper(model: nn.Module) -> list[list[torch.Tensor]]:
 
 
 def _is_matrix(weight: torch.Tensor) -> bool:
-    return weight.dim() > 1 and weight.dtype not in (torch.bool, torch.int64)
+    return weight.dim() > 1 and weight.dtype not in (torch.bool, torch.int64) and is_movable(weight)
 
 
 def any_on_meta(weights: list[torch.Tensor]) -> bool:
@@ -132,7 +132,7 @@ def brought_by_another(model: nn.Module) -> bool:
 
 def nbytes(model: nn.Module) -> int:
     """Of its weights, each counted once; so is the memory that several share, as tied ones do."""
-    return sum({one.data_ptr() or id(one): one.nbytes for one in weights_in(model)}.values())
+    return sum({one.data_ptr() or id(one): bytes_in(one) for one in weights_in(model)}.values())
 
 
 def pieces(model: nn.Module) -> list[tuple[str, Layout]]:

@@ -155,9 +155,16 @@ def separate(model: nn.Module) -> None:
             unshare(tensor)
 
 
+def bytes_in(tensor: Any) -> int:
+    """Of memory that it takes, or those that it is made of."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return tensor.nbytes
+    return sum(bytes_in(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
+
+
 def storage_of(tensor: torch.Tensor) -> int:
-    """The address at which the memory begins that it lies in."""
-    return tensor.untyped_storage().data_ptr()
+    """The address at which the memory begins that it lies in; another number where it is made of several tensors."""
+    return id(tensor) if is_traceable_wrapper_subclass(tensor) else tensor.untyped_storage().data_ptr()
 
 
 def _span(tensor: torch.Tensor) -> int:

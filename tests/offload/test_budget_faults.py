@@ -12,6 +12,7 @@ from accelerate import cpu_offload, disk_offload
 from accelerate.hooks import remove_hook_from_submodules
 from diffusers import FluxTransformer2DModel
 from diffusers.hooks import apply_group_offloading
+from torch.testing._internal.two_tensor import TwoTensor
 
 import accel
 from accel.diffusion import tiling
@@ -153,12 +154,15 @@ def test_too_little_ram_is_told(short, monkeypatch, tmp_path):
     assert not any("_call_impl" in vars(one) or "forward" in vars(one) for one in model.modules())
 
 
-def test_a_model_of_a_pipeline_that_would_go_beyond_is_refused(sdxl_pipe):
-    """Hooks would bring it whole."""
-    kind, weight = type("Own", (torch.nn.Parameter,), {}), sdxl_pipe.unet.conv_in.weight
-    sdxl_pipe.unet.conv_in.weight = kind(weight.detach())
+@pytest.mark.parametrize("kind", [type("Own", (torch.nn.Parameter,), {}), TwoTensor])
+def test_a_model_of_a_pipeline_that_would_go_beyond_is_refused(kind, sdxl_pipe):
+    """Hooks would bring it whole. Quantizers make weights of several tensors, which have no memory of their own."""
+    weight = sdxl_pipe.unet.conv_in.weight.detach()
+    told = "memory=: the weights of a UNet2DConditionModel cannot be streamed: .* type " + kind.__name__
+    sdxl_pipe.unet.conv_in.weight = torch.nn.Parameter(TwoTensor(weight, weight)) if kind is TwoTensor else kind(weight)
     before, kinds = stored(sdxl_pipe.unet), set(vars(sdxl_pipe))
-    with pytest.raises(Refused, match="memory=: the weights of a UNet2DConditionModel cannot be streamed: .* type Own"):
+    assert nbytes(sdxl_pipe.unet.conv_in) == (1 + (kind is TwoTensor)) * weight.nbytes + 64
+    with pytest.raises(Refused, match=told):
         accel.optimize(sdxl_pipe, memory=int(0.6 * nbytes(sdxl_pipe.unet)))
     untouched(sdxl_pipe.unet, before)
     assert set(vars(sdxl_pipe)) == kinds
