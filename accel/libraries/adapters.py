@@ -2,7 +2,7 @@
 
 import copy
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -81,6 +81,18 @@ def outer_modules(root: nn.Module, kinds: tuple[type, ...]) -> Iterator[nn.Modul
     adapted = (one for one in root.modules() if BASE in one._modules and isinstance(base(one), kinds))
     inside = {id(part) for one in adapted for part in one.modules() if part is not one}
     return (one for one in root.modules() if id(one) not in inside)
+
+
+def unmerge_disabled(model: nn.Module, before: Callable[[], object]) -> None:
+    """What is merged and off comes out of the weights now, as peft takes it out in the next call of a layer.
+
+    before: called first, where there is such.
+    """
+    off = (one for one in model.modules() if BASE in one._modules and getattr(one, "disable_adapters", False))
+    if merged := [layer for layer in off if layer.merged]:
+        before()
+    for layer in merged:
+        layer.unmerge()
 
 
 def own_parts(layer: nn.Module) -> Iterator[nn.Module]:

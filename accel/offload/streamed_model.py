@@ -13,6 +13,7 @@ from accel_kernels.capture import stream_of_its_own
 from torch import nn
 
 from accel.errors import Refused
+from accel.libraries.adapters import unmerge_disabled
 from accel.offload.blocks import brought_by_another, experts_in, pieces
 from accel.offload.budget import BUFFERS, Budget, Measured, WeightSizes, check_fits, room_for_weights, streamed_blocks
 from accel.offload.call_hooks import elements, hook_blocks, hook_model, streamed_model, unhook
@@ -141,8 +142,7 @@ class StreamedModel(PlacedModel):
 
     def room(self) -> int:
         """Bytes for weights, beside what a call of the present size needs."""
-        most = max((one.nbytes for one in self.measured.values()), default=0)
-        return room_for_weights(self.budget.card - self.outside, most)
+        return room_for_weights(self.budget.card - self.outside, max([0, *(x.nbytes for x in self.measured.values())]))
 
     @property
     def unknown(self) -> bool:
@@ -269,6 +269,7 @@ class StreamedModel(PlacedModel):
     def _begin_call(self, part: str, given: tuple) -> None:
         self.lock.acquire()
         self.caller, self.part, self.size = threading.get_ident(), part, elements(given)
+        unmerge_disabled(self.model, self.leave)  # a call would change the copy of a weight that came for it
         if self.arena is not None and not where_left(self.pieces, weights_in(self.model)):
             self.leave()  # somebody has moved or exchanged weights
         if self.arena is not None:
@@ -319,8 +320,7 @@ class StreamedModel(PlacedModel):
         if self.outside + self.sizes.least() + needed > self.budget.card:  # which has more, or it had failed
             told = type(self.model).__name__, self.sizes.least(), f"{needed / 1e9:.2f} GB"
             warnings.warn(self.budget.too_little(*told), stacklevel=2)
-        called = dict.fromkeys(self.seen or ())
-        turn = iter(called)
+        turn = iter(called := dict.fromkeys(self.seen or ()))
         order = [next(turn) if path in called else path for path in self.order]
         if order != self.order:
             self.order, self.streamed = order, None
