@@ -22,7 +22,7 @@ from accel.fusion.loop import DenoisingLoop, ForwardCounter
 from accel.fusion.stacked_linears import PromptProjections
 from accel.libraries.adapters import row_adapters
 from accel.libraries.diffusion import context_parallel
-from accel.libraries.hooks import BENEATH, beneath, hook_of, hooks_of, only_divides
+from accel.libraries.hooks import BENEATH, beneath, hook_of, hooks_of, in_groups, only_divides
 from accel.libraries.tensor_parallel import by_transformers
 from accel.offload.hooks import comes_to_one_place, moved_by_torch
 from accel.parallel.sequences import sequence_ranks, uncapturable
@@ -65,12 +65,16 @@ class GraphForward(FastForward):
         self.runner = GraphRunner(module, path, context.of(GraphPool), context.log, graph_obstacle, keep)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in super().__getstate__().items() if name not in ("asked", "casts")}
+        return {
+            name: value for name, value in super().__getstate__().items() if name not in ("asked", "casts", "looked")
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.asked: Fingerprint | None = None  # as the model was when its casts were looked for
         self.casts: tuple[Cast, ...] = ()
+        self.looked: Fingerprint | None = None  # as it was when groups were looked for
+        self.groups = False
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -91,8 +95,15 @@ class GraphForward(FastForward):
 
     def stock(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
-            self.passes.begin()
+            self.passes.begin(self._in_groups())
         return super().stock(*args, **kwargs) if self.inner is None else self.inner.call(*args, **kwargs)
+
+    def _in_groups(self) -> bool:
+        """Looked for where the module has changed, or nobody has noted how it is."""
+        now = self.runner.fingerprint
+        if now is None or now is not self.looked:
+            self.looked, self.groups = now, in_groups(self.module)
+        return self.groups
 
     def unfit(self, *args: Any, **kwargs: Any) -> str | None:
         if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:

@@ -19,7 +19,9 @@ class PerThread(PartlyCopied):
 
 
 class ForwardCounter(PerThread):
-    """`number` counts the forwards that this thread has begun; `tracked` says whether anybody counts them."""
+    """`number` counts the forwards that this thread has begun; `tracked` says whether anybody counts them. `apart`:
+    weights come in parts in this one, so that none may be read before its module is called.
+    """
 
     copied, tracked = ("tracked",), False
 
@@ -27,8 +29,12 @@ class ForwardCounter(PerThread):
     def number(self) -> int:
         return getattr(self._local, "number", 0)
 
-    def begin(self) -> None:
-        self._local.number = self.number + 1
+    @property
+    def apart(self) -> bool:
+        return getattr(self._local, "apart", False)
+
+    def begin(self, apart: bool = False) -> None:
+        self._local.number, self._local.apart = self.number + 1, apart
 
 
 class DenoisingLoop(PerThread):

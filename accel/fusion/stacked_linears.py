@@ -151,9 +151,10 @@ class StackedLinears:
         notes = TensorNotes.on(x)
         if notes is not None and notes.kept is not None and (kept := notes.kept.get(id(layer))) is not None:
             return kept
-        if not self.passes.tracked or x.is_inference():  # an inference tensor does not tell when it changes
+        passes = self.passes
+        if not passes.tracked or passes.apart or x.is_inference():  # an inference tensor does not tell when it changes
             return product(layer, before(x))
-        notes, taker = TensorNotes.begin(x), (threading.get_ident(), self.passes.number)
+        notes, taker = TensorNotes.begin(x), (threading.get_ident(), passes.number)
         outputs = notes.outputs
         if outputs is None or notes.taker != taker or id(layer) not in outputs:
             outputs = dict(self._outputs(layer, before(x)))

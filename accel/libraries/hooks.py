@@ -168,6 +168,11 @@ def _group_hooks(model: nn.Module) -> list:
     return [hook for module in model.modules() for hook in hooks_of(module) if kind and type(hook) is kind]
 
 
+def in_groups(model: nn.Module) -> bool:
+    """Whether diffusers' group offload brings its weights part by part: what comes next may be on its way already."""
+    return bool(_group_hooks(model))
+
+
 def grouped_on_disk(model: nn.Module) -> bool:
     """Whether diffusers' group offload reads its weights from files, each for its call."""
     return any(hook.config.offload_to_disk_path is not None for hook in _group_hooks(model))

@@ -223,3 +223,17 @@ def test_what_moves_one_by_one_gets_no_graph_and_says_why(tiny):
     switch()
     run(model, tiny.inputs(model))
     assert "one by one (offload): a weight with a gradient, or a conjugate" in obstacle(model)
+
+
+@torch.no_grad()
+def test_nothing_of_a_group_that_has_not_come_is_read(tiny, tmp_path):
+    """Weights on a disk leave memory in their place, of any numbers; those on their way to a GPU do so too."""
+    model, device = tiny.unet(), torch.device("cpu")
+    inputs = tiny.inputs(model)
+    wanted = run(copy.deepcopy(model), inputs)
+    accel.optimize(model)
+    run(model, inputs)
+    groups = {"offload_type": "block_level", "num_blocks_per_group": 1, "offload_to_disk_path": str(tmp_path)}
+    model.enable_group_offload(device, device, **groups)
+    for _ in range(2):
+        close(run(model, inputs), wanted)
