@@ -18,10 +18,12 @@ LEAST, MULTIPLE = 32, 8  # latents a side of a tile: what overlaps, a quarter, m
 class DecodeWithin(InstanceMethod):
     """Callable that stands in `vars(vae)["decode"]`. room: bytes that a call may take.
 
-    A result in tiles is not the same: diffusers blends them. So only images that are too large are decoded so.
+    A result in tiles is not the same: diffusers blends them. So only images that are too large are decoded so. patch:
+    that put it there.
     """
 
     name = "decode"
+    patch: "TiledPatch"
 
     def __init__(self, vae: Any, room: int):
         self.vae, self.room = vae, room
@@ -58,7 +60,25 @@ class DecodeWithin(InstanceMethod):
         return PLANES * max(widths[:2]) * z.shape[0] * latents * scale**2 * z.element_size()
 
 
+class TiledPatch(Patch):
+    """Pipelines that share the autoencoder have a budget each: that of the last one counts, and any may go first."""
+
+    def __init__(self, vae: Any, room: int):
+        super().__init__(vae, DecodeWithin.name, DecodeWithin(vae, room))
+        self.value.patch = self
+
+    def undo(self) -> None:
+        above = vars(self.owner).get(self.name)
+        while isinstance(above, DecodeWithin) and above is not self.value:
+            other = above.patch
+            if other.before is self.value:
+                other.before, other.marks = self.before, other.marks or self.marks
+                return
+            above = other.before
+        super().undo()
+
+
 def decodes_within(models: Iterable[Any], budget: Budget) -> tuple[Patch, ...]:
     """Of those models that can decode in tiles."""
     found = [model for model in models if hasattr(model, "use_tiling") and hasattr(model, "enable_tiling")]
-    return tuple(Patch(one, "decode", DecodeWithin(one, budget.card - nbytes(one) - SLACK)) for one in found)
+    return tuple(TiledPatch(one, budget.card - nbytes(one) - SLACK) for one in found)
