@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from itertools import chain
+from weakref import ref
 
 import torch
 from torch import nn
@@ -11,7 +12,9 @@ from accel.libraries.hooks import forward_slots, grouped_on_disk
 from accel.offload.budget import WeightSizes
 from accel.offload.call_hooks import streamed_model
 from accel.offload.layout import Layout, bytes_in, is_movable, storage_of, weights_in
+from accel.offload.piece import blocks_moved
 from accel.patching.fast_forward import FastForward
+from accel.patching.owner import PLAN
 
 SHARE = 16  # a block is at most this part of its model, where it consists of blocks itself
 
@@ -118,6 +121,20 @@ def _on_paper(model: nn.Module) -> list[list[torch.Tensor]]:
 
 def _is_matrix(weight: torch.Tensor) -> bool:
     return weight.dim() > 1 and weight.dtype not in (torch.bool, torch.int64) and is_movable(weight)
+
+
+def still_placed(model: nn.Module, pieces: list, plans: list) -> tuple[list, list]:
+    """The pieces, or none where they are to be made anew: blocks were moved, or by another plan than these somebody
+    reads weights beside their block, as where the model was fused since. And the plans, as they are now.
+    """
+    now = [ref(vars(one)[PLAN]) for one in model.modules() if PLAN in vars(one)]
+    moved = blocks_moved(model, pieces)
+    if pieces and not moved and now != plans:
+        blocks, present = streaming_blocks(model), set(map(id, weights_in(model)))
+        alone = {path: set(map(id, held)) for path, held in zip(blocks, streamable(model, blocks), strict=True)}
+        held = ((piece.path, present & {id(slot.tensor) for slot in piece.layout.slots}) for piece in pieces)
+        moved = any(path and not own <= alone.get(path, set()) for path, own in held)
+    return [] if moved else pieces, now
 
 
 def any_on_meta(weights: list[torch.Tensor]) -> bool:

@@ -14,7 +14,7 @@ from torch import nn
 
 from accel.errors import Refused
 from accel.libraries.adapters import unmerge_disabled
-from accel.offload.blocks import brought_by_another, experts_in, pieces
+from accel.offload.blocks import brought_by_another, experts_in, pieces, still_placed
 from accel.offload.budget import BUFFERS, Budget, Measured, WeightSizes, check_fits, room_for_weights, streamed_blocks
 from accel.offload.call_hooks import elements, hook_blocks, hook_model, streamed_model, unhook
 from accel.offload.hot_experts import ExpertTables, HotExperts, stacks_in
@@ -48,6 +48,7 @@ class StreamedModel(PlacedModel):
     def renew(self) -> None:
         super().renew()
         self.pieces: list[PlacedWeights] = []
+        self.plans: list = []  # of the model and its parts, by which the pieces were made
         self.order: list[str] = []  # of blocks, by path, as they were called
         self.streamed: tuple[int, ...] | None = None  # numbers of blocks, by `order`, as they are placed now
         self.numbers: dict[str, tuple[int, PlacedWeights]] = {}  # of those in the ring, by path
@@ -109,12 +110,11 @@ class StreamedModel(PlacedModel):
         Pieces that nobody touched stay; what is new beside them, such as an adapter, is for the card.
         """
         present = set(map(id, tensors))
-        self.pieces = [] if blocks_moved(self.model, self.pieces) else self.pieces
+        self.pieces, self.plans = still_placed(self.model, self.pieces, self.plans)
         kept = intact = [piece for piece in self.pieces if piece.intact(present)]
         if self.stacks and any(piece.path for piece in self.pieces if piece not in kept):
             kept = []  # whose tensors lie side by side
-        known = {id(slot.tensor) for piece in kept for slot in piece.layout.slots}
-        if kept and known == present:
+        if kept and {id(slot.tensor) for piece in kept for slot in piece.layout.slots} == present:
             return
         left = laid_anew(self.pieces, kept, tensors) if intact else pieces(self.model)
         ends = list(accumulate((layout.nbytes + PAGE for _, layout in left), initial=0))

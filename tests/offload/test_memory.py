@@ -237,6 +237,18 @@ def test_models_of_a_pipeline_take_turns(sdxl_pipe, live, monkeypatch):
 
 
 @torch.no_grad()
+def test_a_model_that_is_fused_while_its_pipeline_streams_it(sdxl_pipe, tiny):
+    """By now keys and values of all blocks are computed by the first of them, of weights that came with each."""
+    model, given = sdxl_pipe.unet, tiny.inputs(sdxl_pipe.unet)
+    wanted = copy.deepcopy(model)(**given).sample
+    accel.optimize(sdxl_pipe, memory=int(0.6 * nbytes(model)), layout="keep")
+    for change in (accel.restore, partial(accel.optimize, layout="keep")):  # other weights stay where they are
+        change(model)
+        assert float((model(**given).sample - wanted).abs().max()) < 1e-5
+    assert streamed(model).streamed
+
+
+@torch.no_grad()
 def test_an_image_that_would_not_fit_is_decoded_in_tiles(tiny):
     vae = tiny.vae().eval()
     settings, z = dict(vars(vae)), torch.randn(1, 4, 40, 48)
