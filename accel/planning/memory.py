@@ -1,5 +1,6 @@
 """`memory=`: which models stay on the card, which come for their turn, and which stream."""
 
+import warnings
 from bisect import bisect
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -12,7 +13,7 @@ from torch import nn
 
 from accel.errors import Refused
 from accel.fusion.channels_last import ChannelsLast
-from accel.libraries.hooks import lift, offload_hooks
+from accel.libraries.hooks import OFFLOADING, hook_of, is_hook, lift, offload_hooks
 from accel.libraries.models import is_pipeline
 from accel.offload.blocks import nbytes, sizes_of, streaming_blocks
 from accel.offload.budget import Budget, check_fits
@@ -78,7 +79,10 @@ class OffloadLifted(WeightsMoved):
         self.back = lift(self.model)
 
     def undo(self) -> None:
-        if self.back is not None:
+        if self.back is not None and is_hook(hook_of(self.model), OFFLOADING):  # another pipeline's, which comes first
+            told = "another pipeline moves it; restore that one, then enable group or sequential offload again"
+            warnings.warn(f"accel: the offload of a {type(self.model).__name__} is not put back: {told}", stacklevel=2)
+        elif self.back is not None:
             self.back()
         self.back = None
 

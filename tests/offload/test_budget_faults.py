@@ -8,7 +8,7 @@ from functools import partial
 import psutil
 import pytest
 import torch
-from accelerate import cpu_offload, disk_offload
+from accelerate import cpu_offload, cpu_offload_with_hook, disk_offload
 from accelerate.hooks import remove_hook_from_submodules
 from diffusers import FluxTransformer2DModel
 from diffusers.hooks import apply_group_offloading
@@ -24,6 +24,7 @@ from accel.offload.memory import HostBuffer
 from accel.offload.piece import PlacedWeights
 from accel.offload.ring import Ring
 from accel.offload.streamed_model import StreamedModel
+from accel.planning.memory import OffloadLifted
 from support.objects.streaming import flux, llama, same, stored, within
 
 
@@ -245,6 +246,20 @@ def test_another_offload_on_top_brings_what_streamed(tmp_path):
         change(model)
         for _ in range(2):
             assert float((call(model) - wanted).abs().max()) < 1e-5
+
+
+@torch.no_grad()
+def test_offload_in_groups_does_not_come_back_beneath_another_pipelines():
+    """diffusers refuses it there, in the middle of `restore`."""
+    (model, call), device = flux(), torch.device("cpu")
+    apply_group_offloading(model, device, device, offload_type="leaf_level")
+    wanted = call(model)
+    lifted = OffloadLifted(model)
+    lifted.apply()
+    cpu_offload_with_hook(model, device)
+    with pytest.warns(UserWarning, match="offload of a FluxTransformer2DModel is not put back: another pipeline"):
+        lifted.undo()
+    assert torch.equal(call(model), wanted)
 
 
 @torch.no_grad()
