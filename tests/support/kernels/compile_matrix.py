@@ -12,8 +12,9 @@ from unittest import mock
 
 import torch
 import triton
-from accel_kernels import OPS, Op
+from accel_kernels import OPS, Op, experts
 from accel_kernels.device import Card
+from accel_kernels.moe.chooser import itemsize_of, possible_ways
 from triton import knobs
 from triton.backends.nvidia.compiler import CUDABackend
 
@@ -43,10 +44,20 @@ def configurations(cards: Sequence[Card], ops: Iterable[Op] = OPS, dtypes: int =
                 for card in cards:
                     with absent_gpu(card) as found:
                         op.triton(*args, **more)
+                        for way in raced(op, *args):
+                            op.triton(*args, **more, tile=way)
                         if op.instead is not None:
                             op.instead(*args, **more)
                     ways |= {launch.way: launch for launch in found}
     return ways
+
+
+def raced(op: Op, x: torch.Tensor, *given) -> list[str]:
+    """What a chooser may take instead of the likely way, once it has timed them."""
+    if op is not experts:
+        return []
+    index, _, weights = given
+    return possible_ways(*index.shape, weights.experts, itemsize_of(x.dtype, weights))[1:]
 
 
 def sampled(ways: Ways, count: int) -> list[Launch]:
