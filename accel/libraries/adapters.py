@@ -88,7 +88,8 @@ def unmerge_disabled(model: nn.Module, before: Callable[[], object]) -> None:
 
     before: called first, where there is such.
     """
-    off = (one for one in model.modules() if BASE in one._modules and getattr(one, "disable_adapters", False))
+    adapted: Iterator[Any] = (one for one in model.modules() if BASE in one._modules)
+    off = (one for one in adapted if getattr(one, "disable_adapters", False))
     if merged := [layer for layer in off if layer.merged]:
         before()
     for layer in merged:

@@ -99,8 +99,8 @@ def by_factor(scores: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
 def advanced(
     rules: Rules, candidates: torch.Tensor, ints: torch.Tensor, floats: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The texts with one token more, `one_of_each`, and whether any goes on, () bool. candidates: (texts, beams times the
-    vocabulary) float32, scores of all continuations. ints, floats: the texts as they are.
+    """The texts with one token more, as of `one_of_each`, and whether any goes on, () bool. candidates: (texts, beams
+    times the vocabulary) float32, scores of all continuations. ints, floats: the texts as they are.
     """
     (texts, bounds), beams, early = texts_of(rules, ints, floats), rules.beams, rules.early
     words, length = candidates.shape[1] // beams, bounds.length
