@@ -190,7 +190,7 @@ class Seq2SeqForward(DecoderStepForward):
     def continued(self, cache: Any, tokens: torch.Tensor, choice: Choice | None = None) -> torch.Tensor | None:
         """The logits behind one more token of the text that this thread is in, (rows, 1, vocabulary), without a look at
         the model; None where that is to be called. tokens: (rows, 1). choice: what chooses of them instead, see
-        `StepForward.chosen`. Raises Unfit.
+        `chosen`. Raises Unfit.
         """
         if not self.course.left:
             return None
