@@ -99,7 +99,7 @@ def test_other_ways_of_writing_after_an_image(name):
 
 @pytest.mark.parametrize(("name", "turns"), [("qwen3-vl", 1), ("llava", 2), ("gemma3", 2), ("lfm2-vl", 2)])
 @pytest.mark.parametrize("hidden", [0, 2])
-@pytest.mark.share(4)
+@pytest.mark.share(2)
 def test_all_that_a_call_with_an_image_gives_and_leaves(name, turns, hidden, steps):
     """Of one image after another over one cache, as in a chat; the second row begins with padding."""
     ours, stock, _, image = pair(name)

@@ -69,7 +69,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.share(2)
+@pytest.mark.share(1)
 def test_what_changes_after_counts(change):
     stock = make("deepseek-v2")
     ours = accel.optimize(copy.deepcopy(stock))
