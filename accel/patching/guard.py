@@ -73,12 +73,14 @@ def another_class(before: type, now: type) -> str:
 
 
 def same(value: object, before: object) -> bool:
-    """Whether a value is the same: identical, or equal and of one type. Tensors by identity alone."""
+    """Whether a value is the same: identical, or equal and of one type. Tensors by identity, in dictionaries too."""
     if value is before:
         return True
     if type(value) is not type(before) or isinstance(value, torch.Tensor):
         return False
     try:
+        if isinstance(value, dict) and isinstance(before, dict):  # a scale may be a tensor now, which equals a number
+            return value.keys() == before.keys() and all(same(one, before[name]) for name, one in value.items())
         return bool(value == before)
     except Exception as error:  # what cannot say whether it equals something
         reason_of(error)

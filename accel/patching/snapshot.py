@@ -33,20 +33,21 @@ class Snapshot:
         self._kinds = list(map(type, self.objects))
         self._empty: list[Collection] = []  # as most containers of modules are; asked for less than a view is
         self._views: list[Iterable] = []
-        self._exact: list[Iterable] = []  # those with tensors, of which two with one number may be equal
+        # Those with tensors, of which two with one number may be equal; and containers of floats, such as scales of
+        # adapters, which a tensor may follow that is equal to one.
+        self._exact: list[Iterable] = []
         for view in views:
-            self._watch(view)
+            self._watch(view, (torch.Tensor,))
         for container in containers:
             if len(container):
-                self._watch(container.values() if isinstance(container, dict) else container)
+                self._watch(container.values() if isinstance(container, dict) else container, (torch.Tensor, float))
             else:
                 self._empty.append(container)
         self._values = list(VALUES(self._views))
         self._exact_values = list(VALUES(self._exact))
 
-    def _watch(self, view: Iterable) -> None:
-        tensors = any(issubclass(kind, torch.Tensor) for kind in set(map(type, view)))
-        (self._exact if tensors else self._views).append(view)
+    def _watch(self, view: Iterable, exact: tuple[type, ...]) -> None:
+        (self._exact if any(issubclass(kind, exact) for kind in set(map(type, view))) else self._views).append(view)
 
     def holds(self) -> bool:
         """Whether all of it is as it was."""

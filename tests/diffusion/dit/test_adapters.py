@@ -90,6 +90,7 @@ def weights(model, seed):
 def test_a_lora_in_the_place_of_another(pair, scaled):
     """As loaded from a file, and swapped for one of another rank; scales are tensors then."""
     from diffusers import FluxTransformer2DModel
+    from peft.utils.hotswap import prepare_model_for_compiled_hotswap
 
     config = FluxTransformer2DModel.from_config(pair.stock.config)
     states = []
@@ -109,6 +110,9 @@ def test_a_lora_in_the_place_of_another(pair, scaled):
     pair.change(lambda m: load(m, states[1], hotswap=True))
     after = pair.agree()
     shows(after, before)
+    if not scaled:  # scales become tensors, of the same number
+        pair.change(lambda m: prepare_model_for_compiled_hotswap(m, target_rank=2))
+        shows(pair.agree(), before)
     if scaled:
         pair.change(lambda m: pair.block(m).attn.to_q.scaling["default"].mul_(3))
         shows(pair.agree(), after)
