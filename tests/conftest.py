@@ -9,6 +9,7 @@ import re
 import traceback
 from collections import Counter
 from contextlib import contextmanager
+from importlib import import_module
 from importlib.util import find_spec
 from types import SimpleNamespace
 
@@ -18,11 +19,9 @@ import torch
 
 import accel.api
 import accel.errors
-import accel.llm.verify
 import accel.options
 from accel.cuda_graphs import pays
 from accel.libraries import versions
-from accel.llm.recording import position_table
 from support.diffusion import calls as live_calls
 from support.diffusion import changes as live_changes
 from support.diffusion.oracles import Oracle
@@ -48,7 +47,7 @@ gc.disable()  # while modules are imported, of which nothing is garbage; pytest_
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
     if not EVERYTHING:  # enough to be written where no graph is captured
-        accel.llm.verify.NEW = 5
+        import_module("accel.llm.verify").NEW = 5  # not at the top: its kernels are interpreted from here on
     if not EVERYTHING and find_spec("triton"):  # sizes are small: no index overflows, and to look takes a sixth
         from triton.runtime.interpreter import InterpreterOptions, interpreter_builder
 
@@ -90,7 +89,7 @@ class Within:
             error.within_tables = True
 
 
-position_table.RAISING = Within()
+import_module("accel.llm.recording.position_table").RAISING = Within()
 
 
 def log_and_note(error, logged=accel.errors.logged):
