@@ -7,7 +7,7 @@ import torch
 
 import accel
 from support.diffusion.outputs import close, run
-from support.everything import EVERYTHING
+from support.everything import EVERYTHING, always
 
 
 class Doubling(torch.nn.Module):
@@ -96,7 +96,7 @@ def test_a_hook_on_any_one_module_fires(tiny, kind):
         assert len(seen) == wanted.count(path), path
 
 
-@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("after", always([False, True], True))
 def test_circular_padding_set_by_the_user(tiny, after):
     """Seamless textures: people set padding_mode on every convolution, before optimize or after it."""
     model = tiny.unet()
