@@ -78,7 +78,7 @@ class Replays:
     def __init__(self):
         self.sizes, self.begun = [], 0
 
-    def begin(self, args, kwargs, variant):
+    def begin(self, args, kwargs, variant, at_once=True):
         self.begun += 1
 
     def __call__(self, eager, args, kwargs, variant):

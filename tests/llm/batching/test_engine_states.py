@@ -51,7 +51,7 @@ class Repeats:
     def __init__(self):
         self.kvs = []
 
-    def begin(self, args, kwargs, variant):
+    def begin(self, args, kwargs, variant, at_once=True):
         return None
 
     def __call__(self, eager, args, kwargs, variant):

@@ -160,7 +160,7 @@ class Runner:
         self.looks = self.replays = 0
         self.gone, self.fingerprint = False, SimpleNamespace(versions=lambda: 1)
 
-    def begin(self, args, kwargs, variant):
+    def begin(self, args, kwargs, variant, at_once=True):
         if self.gone or self.graphs.get(variant, 0) < 2:
             return None
         self.replays += 1
