@@ -113,7 +113,11 @@ def all_modes(folder: str, draft: str) -> dict[str, dict]:
         except Exception as error:
             found[name] = logged(error)
     quality = accel.verify(model)
-    found |= {"streamed": streamer.given, "verify": quality.passed, "equal": quality.agreement.equal / quality.agreement.tokens}
+    found |= {
+        "streamed": streamer.given,
+        "verify": quality.passed,
+        "equal": quality.agreement.equal / quality.agreement.tokens,
+    }
     found |= {"report": str(accel.report(model)), "told": accel.report(model).to_dict()}
     accel.restore(model)
     found |= {"restored": model.generate(ids, **PLAIN).tolist(), "nothing": str(accel.report(model))}
