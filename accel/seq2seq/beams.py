@@ -235,14 +235,13 @@ def bounds_of(config: Any, criteria: StoppingCriteriaList, ids: torch.Tensor) ->
     if len(longest) + len(ends) < len(criteria):
         return None
     reached = config.max_length if config.early_stopping == "never" and penalty > 0 else None
-    factors = torch.ones(2, -(-config.max_length // ROOM) * ROOM, device="cpu")
+    room = -(-config.max_length // ROOM) * ROOM
     try:
-        for length in range(given + 1, config.max_length):
-            now = float((length + 1 - given) ** penalty)
-            factors[0, length] = now
-            factors[1, length] = now if reached is None else float((reached - given) ** penalty)
+        now = [float(max(1, length + 1 - given) ** penalty) for length in range(room)]
+        best = now if reached is None else [float((reached - given) ** penalty)] * room
     except OverflowError:
         return None
+    factors = torch.tensor([now, best], dtype=torch.float32, device="cpu")
     most = min([*longest, config.max_length + 1])
     length, before, most_ = ids.new_tensor([given + 1, given, most]).split(1)
     factors = factors.reciprocal() if ids.is_cuda else factors
