@@ -138,7 +138,7 @@ class _PromptOnly:
         return False
 
     def __call__(self, *_: object, **__: object) -> None:
-        raise NotImplementedError
+        raise RuntimeError("it makes no step")
 
     def _prefill(self, *_: object, **__: object) -> Any:
         return utils.ModelOutput(logits=torch.eye(4, device="cpu")[None, 2:3])

@@ -206,7 +206,10 @@ class Seq2SeqForward(DecoderStepForward):
         with self.lock:
             place, holding = self.course.place
             mine = place is cache and holding is self.holding and holding is not None and holding.alive
-            return mine and order.shape == (holding.rows,) and holding.reorder_all(order)
+            mine = mine and order.shape == (holding.rows,)
+            if mine:
+                holding.reorder_all(order)
+            return mine
 
     def go_back(self, cache: Any, length: int) -> None:
         """Leaves so many tokens of the decoder in a cache that holds more."""

@@ -259,12 +259,12 @@ class Holding:
         if len(asked) == len(self.kept[part]):
             self.settle(part)
 
-    def reorder_all(self, order: torch.Tensor) -> bool:
+    def reorder_all(self, order: torch.Tensor) -> None:
+        """The same of all layers."""
         for part in (OWN, CROSS):
             self.settle(part)
             self.orders[part] = order, [*range(len(self.kept[part]))]
             self.settle(part)
-        return True
 
     def settle(self, part: int) -> None:
         """Does what `reorder` was asked for."""

@@ -78,7 +78,20 @@ class LateStopCheck:
         return self.steps
 
 
-class LateBeams:
+class ModelView:
+    """A model as one of stock's loops sees it, for which some methods are others."""
+
+    def __init__(self, model: Any):
+        self.model = model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.model(*args, **kwargs)
+
+
+class LateBeams(ModelView):
     """A model as stock's loop of beams sees it, which is told that it has ended when it has launched one step more.
 
     What that step finds is dropped where it would become the result.
@@ -88,13 +101,8 @@ class LateBeams:
     over = False
 
     def __init__(self, model: Any, ids: torch.Tensor, most: int):
-        self.model, self.left, self.tell = model, most - ids.shape[1], Teller(ids)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.model, name)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.model(*args, **kwargs)
+        super().__init__(model)
+        self.left, self.tell = most - ids.shape[1], Teller(ids)
 
     def _update_finished_beams(self, **given: Any) -> tuple:
         if self.told is None or not self.told.read():

@@ -5,12 +5,13 @@ from typing import Any
 import torch
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
-from accel.libraries.cache import ENCODED, MASK, filled_layers, generating_cache, is_empty
+from accel.libraries.cache import ENCODED, MASK, empty_layers, filled_layers, generating_cache
 from accel.libraries.generation import AS_IMPORTED, LOOP, PREPARE, UPDATE, loop_that_asks
 from accel.llm.generation.loop.choice import draws_as_torch
 from accel.llm.generation.loop.token_loop import GenerateRequest, Token, TokenLoop
 from accel.offload.call_hooks import streamed_model
 from accel.seq2seq.decoder import Seq2SeqForward
+from accel.seq2seq.late_check import ModelView
 from accel.seq2seq.step_forward import Choice
 
 ONE_BY_ONE = "decoder_position_ids"  # of a loop that counts a text's positions by itself
@@ -35,19 +36,12 @@ class NoCheck:
 FIRST_LOOP = loop_that_asks(NoCheck) or AS_IMPORTED[LOOP]
 
 
-class FirstToken:
+class FirstToken(ModelView):
     """A model as stock's loop sees it, which ends when it has chosen one token. kwargs: of the step behind that."""
 
     kwargs: dict[str, Any]
 
-    def __init__(self, model: Any):
-        self.model, self.asked = model, False
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.model, name)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.model(*args, **kwargs)
+    asked = False
 
     def _has_unfinished_sequences(self, *_: Any, **__: Any) -> bool:
         before, self.asked = self.asked, True
@@ -97,6 +91,9 @@ class MemoryLoop(TokenLoop):
         super().call_the_model()
         self.fused = False
 
+    def look(self) -> None:
+        self.fused = False
+
     def crop(self) -> None:
         self.forward.go_back(self.cache, self.stored)
 
@@ -104,8 +101,8 @@ class MemoryLoop(TokenLoop):
 def follows(model: Any, config: Any, kwargs: dict[str, Any]) -> bool:
     """Whether the call asks for tokens alone, and a step differs from the one before in its token alone."""
     cache, hidden = generating_cache(kwargs), getattr(kwargs.get(ENCODED), "last_hidden_state", None)
-    begun = not is_empty(cache) and filled_layers(cache) is None
-    if hidden is None or cache is None or not kwargs.get("use_cache") or begun or any(cache.is_sliding):
+    other = empty_layers(cache) is None and filled_layers(cache) is None
+    if hidden is None or not kwargs.get("use_cache") or other or any(cache.is_sliding):
         return False
     returned = config.return_dict_in_generate or config.output_attentions or config.output_hidden_states
     told = kwargs.get(MASK) is not None or kwargs.get(ONE_BY_ONE) is not None

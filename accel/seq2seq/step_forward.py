@@ -19,7 +19,7 @@ from accel.patching.structure import CallersHook, foreign_hooks
 from accel.seq2seq.fixed_memory import CROSS, OWN, Holding, Length
 from accel.seq2seq.layers import DecoderLayerForward
 from accel.seq2seq.memory_attention import MemoryStep, hiding, up_to
-from accel.seq2seq.step_inputs import MaskByLengths, Masks, TextStep
+from accel.seq2seq.step_inputs import Given, MaskByLengths, Masks, TextStep
 
 MADE = ("logits", "decoder_hidden_states")  # of an output; T5Gemma tells the last hidden states unasked
 CHOSEN = "chosen"  # what a step gives that chooses a token
@@ -118,19 +118,10 @@ class DecoderStepForward(FastForward):
             output = type(self.module).forward(self.module, **given)
         return {name: output[name] for name in MADE if name in output}
 
-    def chosen(
-        self,
-        holding: Holding,
-        tokens: torch.Tensor,
-        start: torch.Tensor,
-        mask: torch.Tensor | None,
-        padding: torch.Tensor | None,
-        positions: torch.Tensor | None,
-        *choice: torch.Tensor | None,
-    ) -> dict[str, Any]:
-        """By `CHOSEN`, (2, rows) int64: the likeliest tokens, and which rows go on. choice: as of `Choice`."""
-        logits = self.step(holding, tokens, start, mask, padding, positions)["logits"]
-        return {CHOSEN: ended_tokens(argmax(logits[:, -1]), *choice)}
+    def chosen(self, holding: Holding, *given: Any) -> dict[str, Any]:
+        """By `CHOSEN`, (2, rows) int64: the likeliest tokens, and which rows go on. given: of `Given` and `Choice`."""
+        step, choice = given[: len(Given._fields)], given[len(Given._fields) :]
+        return {CHOSEN: ended_tokens(argmax(self.step(holding, *step)["logits"][:, -1]), *choice)}
 
     def ready(self, room: int) -> bool:
         """Whether the layers may be computed fused. Binds them to the weights where the model has changed."""

@@ -7,6 +7,7 @@ it, and the random generator to its state. What the step wrote lies beyond that 
 it before it is read.
 """
 
+from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -63,7 +64,7 @@ class GenerateRequest(NamedTuple):
     streamer: Any = None
 
 
-class TokenLoop:
+class TokenLoop(ABC):
     """The rest of one generate() call, whose model continues what its cache holds.
 
     ids: (rows, so far), all tokens; unfinished: (rows,) int64, 1 where a row goes on; stored: tokens of the cache, all
@@ -96,9 +97,9 @@ class TokenLoop:
         self.at_once = [one for one in criteria if type(one) in AT_ONCE]
         self.blank = torch.zeros(1, 1, dtype=torch.long, device="cpu")
 
+    @abstractmethod
     def logits(self, token: Token) -> torch.Tensor:
         """(rows, 1, vocabulary) for the token behind this one. Raises Unfit where the model is to be called."""
-        raise NotImplementedError
 
     def choose(self, token: Token) -> tuple[torch.Tensor, torch.Tensor | None]:
         """As `ended_tokens` gives it, (2, rows) int64; and (rows,) bool, whether a row was drawn from NaN."""
@@ -114,13 +115,13 @@ class TokenLoop:
             chosen, wrong = draw(nn.functional.softmax(scores, dim=-1))
         return ended_tokens(chosen, token.unfinished, self.eos if self.late else None, self.pad), wrong
 
+    @abstractmethod
     def length(self) -> int:
         """Tokens that the cache holds."""
-        raise NotImplementedError
 
+    @abstractmethod
     def crop(self) -> None:
         """Leaves in the cache what is stored, where it holds more."""
-        raise NotImplementedError
 
     def around(self) -> AbstractContextManager:
         """Inside is the loop."""
@@ -130,11 +131,13 @@ class TokenLoop:
         """From now on, as the forward alone finds no way."""
         self.late = False
 
+    @abstractmethod
     def look(self) -> None:
         """After code of the user's."""
 
     def stream(self, chosen: torch.Tensor) -> None:
         """Gives the streamer a token, (rows,) int64 on the host."""
+        self.streamer.put(chosen)
 
     def run(self) -> torch.Tensor:
         device = self.first.ids.device
