@@ -155,6 +155,21 @@ def test_what_the_encoder_gave_may_be_handed_in_and_others_see_no_stale_text(fam
     assert len(ran) == 3 * STEPS and not fallbacks(model)
 
 
+def test_a_cache_of_the_callers_ends_where_stocks_does(monkeypatch):
+    """A step that was launched before the end was known is undone in it."""
+    model, stock = optimized("Bart")
+    cut = noted(monkeypatch, MemoryLoop, "crop", lambda loop: loop.length() - loop.stored)
+    third = generated(stock, source("Bart", rows=1), options())[0, 3]
+    found = []
+    for one in (model, stock):
+        cache = t.EncoderDecoderCache(*(t.DynamicCache(config=one.config) for _ in range(2)))
+        given = options(eos_token_id=int(third), min_new_tokens=None, past_key_values=cache)
+        written = one.generate(**source("Bart", rows=1), **given)
+        found.append((written.tolist(), cache.get_seq_length(), cache.self_attention_cache.layers[0].keys))
+    assert found[0][:2] == found[1][:2] and found[0][1] == len(found[0][0][0]) - 1 and 1 in cut
+    torch.testing.assert_close(found[0][2], found[1][2], rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("family", ["Bart", "T5"])
 def test_more_tokens_than_there_is_room_for(family, steps):
     model, stock = optimized(family)
