@@ -1,230 +1,164 @@
-"""Steps of beams whose bookkeeping is one CUDA graph: in stock some seventy small operations between two tokens.
+"""Beam search of encoder-decoder models: stock's own loop makes the first step, this the others.
 
-Stock's loop makes the first step, and keeps its own variables; from the second on the methods it calls give what one
-function has computed of all of them. That is stock's arithmetic, with the length of a text as a number on the device.
+What stock computes between two steps is `beam_step`. Where nothing of the host's comes between, the step and
+that are one CUDA graph. As in `LateBeams` the host learns a step late that all texts are over.
 """
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from transformers import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
+from accel_kernels import BeamRules, BeamTexts, beam_step
+from transformers import EosTokenCriteria, LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
 
 from accel.errors import Unfit
 from accel.libraries.cache import generating_cache
-from accel.libraries.generation import AS_IMPORTED, BEAMS, PREPARE, logits_alone
+from accel.libraries.generation import AS_IMPORTED, BEAMS, PREPARE
 from accel.seq2seq.decoder import Seq2SeqForward
-from accel.seq2seq.late_check import LateBeams
-from accel.seq2seq.memory_loop import follows
+from accel.seq2seq.late_check import Teller
+from accel.seq2seq.memory_loop import FirstToken, follows
+from accel.seq2seq.step_forward import Choice
 
 ROOM = 64  # tokens: rooms of texts are multiples of it, so that graphs hold for others too
-NEVER = -1.0e9  # stock's score of what is not to be taken
-
-
-class Rules(NamedTuple):
-    """What a graph of the bookkeeping holds for. keep: candidates of a text; early: `early_stopping`. room: tokens of a
-    text that there is room for; ends: how many tokens end one.
-    """
-
-    texts: int
-    beams: int
-    keep: int
-    room: int
-    ends: int
-    early: bool | str
-
-
-class Texts(NamedTuple):
-    """As stock's loop names them; the first three go on, the next three have ended, or nothing has yet.
-
-    running_sequences, sequences: (texts, beams, room) int64; running_scores, scores: (texts, beams) float32;
-    running_indices, indices: (texts, beams, room) int64, of which beam a token came. ended: (texts, beams) bool;
-    hopeful: (texts, 1) bool, whether a running beam may still become better than those that have ended.
-    """
-
-    running_sequences: torch.Tensor
-    running_scores: torch.Tensor
-    running_indices: torch.Tensor
-    sequences: torch.Tensor
-    scores: torch.Tensor
-    indices: torch.Tensor
-    ended: torch.Tensor
-    hopeful: torch.Tensor
+OWN_ORDER = "_reorder_cache"  # of a model that has a way of its own to put its cache in order
 
 
 class Bounds(NamedTuple):
-    """length: (1,) int64, tokens so far; given: (1,), of these before the first step; most: (1,), in the end. ends:
-    (number,) int64, tokens that end a text. factors: (2, room) float32, by tokens so far, `by_factor` by which scores
-    become those of a text that ends now, and those that a running one may reach.
-    """
+    """What `beam_step` is told of a call: both tensors as it takes them. room: of texts."""
 
-    length: torch.Tensor
-    given: torch.Tensor
-    most: torch.Tensor
-    ends: torch.Tensor
+    bounds: torch.Tensor
     factors: torch.Tensor
+    room: int
 
 
-def one_of_each(texts: Texts, bounds: Bounds) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both as one tensor of int64 and one of float32: a graph copies each that it is given, and that it gives."""
-    whole = (texts.running_sequences, texts.running_indices, texts.sequences, texts.indices, texts.ended, texts.hopeful)
-    numbers = (texts.running_scores, texts.scores, bounds.factors)
-    ints = torch.cat([one.flatten().long() for one in (*whole, *bounds[:4])])
-    return ints, torch.cat([one.flatten() for one in numbers])
+class BeamStep(NamedTuple):
+    """As `beam_step` gives it: texts packed, the new tokens, of which row each came, and whether all texts are over."""
+
+    ints: torch.Tensor
+    floats: torch.Tensor
+    tokens: torch.Tensor
+    order: torch.Tensor
+    over: torch.Tensor
 
 
-def texts_of(rules: Rules, ints: torch.Tensor, floats: torch.Tensor) -> tuple[Texts, Bounds]:
-    """Views of what `one_of_each` has put together, but for what is bool."""
-    texts, beams, _, room, number, _ = rules
-    rows = texts * beams
-    *tokens, ended, hopeful, length, given, most, ends = ints.split([*[rows * room] * 4, rows, texts, 1, 1, 1, number])
-    running, indices, sequences, came = (one.view(texts, beams, room) for one in tokens)
-    open_, scores, factors = floats.split([rows, rows, 2 * room])
-    found = running, open_.view(texts, beams), indices, sequences, scores.view(texts, beams), came
-    flags = ended.view(texts, beams).bool(), hopeful.view(texts, 1).bool()
-    return Texts(*found, *flags), Bounds(length, given, most, ends, factors.view(2, room))
+class GrownBeams(NamedTuple):
+    """What the graph of a step does behind its logits."""
+
+    rules: BeamRules
+
+    def __call__(self, logits: torch.Tensor, *texts: torch.Tensor) -> BeamStep:
+        return BeamStep(*beam_step(logits, *texts, rules=self.rules))
 
 
-def _of(tensor: torch.Tensor, beams: torch.Tensor) -> torch.Tensor:
-    """Of each text these beams, (texts, number) int64."""
-    return torch.take_along_dim(tensor, beams[:, :, None] if tensor.dim() == 3 else beams, dim=1)
+class FirstBeams(FirstToken):
+    """A model as stock's loop sees it, which ends behind the first step. What that found is kept."""
 
-
-def by_factor(scores: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    """As by a number in Python, by whose reciprocal torch multiplies on a GPU."""
-    return scores * factor if scores.is_cuda else scores / factor
-
-
-def advanced(
-    rules: Rules, candidates: torch.Tensor, ints: torch.Tensor, floats: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The texts with one token more, as of `one_of_each`, and whether any goes on, () bool. candidates: (texts, beams
-    times the vocabulary) float32, scores of all continuations. ints, floats: the texts as they are.
-    """
-    (texts, bounds), beams, early = texts_of(rules, ints, floats), rules.beams, rules.early
-    words, length = candidates.shape[1] // beams, bounds.length
-    found, places = torch.topk(candidates, k=rules.keep)
-    origin, token = places // words, places % words
-    grown = _of(texts.running_sequences, origin).index_copy(2, length, token[:, :, None])
-    first = torch.arange(len(origin), device=origin.device)[:, None] * beams
-    indices = _of(texts.running_indices, origin)
-    indices = indices.index_copy(2, length - bounds.given, (origin + first)[:, :, None])
-    ends = (token[:, :, None] == bounds.ends).any(-1) | (length + 1 >= bounds.most)
-
-    open_ = found + ends.to(torch.float32) * NEVER
-    best = torch.topk(open_, k=beams)[1]
-    running = _of(grown, best), _of(open_, best), _of(indices, best)
-
-    at_end, at_best = bounds.factors.index_select(1, length)
-    now = ends & (torch.arange(rules.keep, device=ends.device) < beams)
-    scores = by_factor(found, at_end)
-    full = torch.all(texts.ended, dim=-1, keepdim=True) & (early is True)
-    scores = scores + full.to(torch.float32) * NEVER
-    scores = scores + (~texts.hopeful).to(torch.float32) * NEVER
-    scores = scores + (~now) * NEVER
-    merged = torch.cat((texts.scores, scores), dim=1)
-    chosen = torch.topk(merged, k=beams)[1]
-    sequences = _of(torch.cat((texts.sequences, grown), dim=1), chosen)
-    came = _of(torch.cat((texts.indices, indices), dim=1), chosen)
-    ended = _of(torch.cat((texts.ended, now), dim=1), chosen)
-    scores = _of(merged, chosen)
-
-    worst = torch.where(ended, torch.min(scores, dim=1, keepdim=True)[0], NEVER)
-    hopeful = texts.hopeful & torch.any(by_factor(running[1][:, :1], at_best) > worst, dim=-1, keepdim=True)
-    goes_on = torch.any(hopeful) & ~(torch.all(ended) & (early is True)) & ~torch.all(ends)
-    made = Texts(*running, sequences, scores, came, ended, hopeful)
-    return *one_of_each(made, bounds._replace(length=length + 1)), goes_on
-
-
-class FusedBeams(LateBeams):
-    """A model as stock's loop of beams sees it, whose steps are `advanced`. texts: behind the last of them."""
-
-    texts: Texts | None = None
-    held: tuple[torch.Tensor, torch.Tensor]  # what they are, as it is handed on
-    asked: tuple[torch.Tensor, dict[str, Any]]
     running: tuple
     finished: tuple
-    unread: torch.Tensor
-    further: torch.Tensor | None = None  # whether any text goes on
-
-    def __init__(self, forward: Seq2SeqForward, ids: torch.Tensor, config: Any, bounds: Bounds):
-        super().__init__(forward.module, ids, config.max_length)
-        self.forward, self.bounds, self.early = forward, bounds, config.early_stopping
-
-    def prepare_inputs_for_generation(self, ids: torch.Tensor, **kwargs: Any) -> dict[str, Any]:
-        self.asked = ids, kwargs
-        return {}
-
-    def __call__(self, **_: Any) -> Any:
-        ids, kwargs = self.asked
-        try:
-            found = self.forward.continued(generating_cache(kwargs), ids[:, -1:])
-        except Unfit:  # the call of the model finds the same, and reports it
-            found = None
-        if found is not None:
-            return logits_alone(found)
-        return self.model(**getattr(self.model, PREPARE)(ids, **kwargs), return_dict=True)
-
-    def _get_top_k_continuations(self, **given: Any) -> tuple:
-        if self.texts is None:
-            return self.model._get_top_k_continuations(**given)
-        candidates = given["accumulated_log_probs"]
-        rows, room = self.texts.scores.shape, self.bounds.factors.shape[1]
-        rules = Rules(rows[0], rows[1], given["beams_to_keep"], room, len(self.bounds.ends), self.early)
-        *held, self.further = self.advanced(rules, candidates)
-        self.held = held[0], held[1]
-        self.texts = texts_of(rules, *self.held)[0]
-        self.unread = candidates.new_zeros(len(candidates) * rules.keep, dtype=torch.bool)
-        return (given["running_sequences"],) * 3  # of which only the criteria are shown something
-
-    def advanced(self, rules: Rules, candidates: torch.Tensor) -> Any:
-        runner, eager, call = self.forward.runner, partial(advanced, rules), (candidates, *self.held)
-        if runner is None or not candidates.is_cuda:
-            return eager(*call)
-        replayed = runner.begin(call, {}, rules, at_once=True) if self.forward.course.left else None
-        return runner(eager, call, {}, rules) if replayed is None else replayed.outputs
-
-    def _reorder_cache(self, cache: Any, order: torch.Tensor) -> Any:
-        if hasattr(self.model, "_reorder_cache"):
-            return self.model._reorder_cache(cache, order)
-        if not self.forward.reordered(cache, order):
-            cache.reorder_cache(order)
-        return cache
-
-    def asked_of(self, criteria: StoppingCriteriaList) -> Callable:
-        """In their place: what they say of the first step; `advanced` asks them of others, so anything in that form."""
-
-        def ends(ids: torch.Tensor, scores: Any, **given: Any) -> torch.Tensor:
-            return criteria(ids, scores, **given) if self.texts is None else self.unread
-
-        return ends
+    hopeful: torch.Tensor
+    goes_on: torch.Tensor
+    keep: int  # continuations of a text that it looks at
 
     def _get_running_beams_for_next_iteration(self, **given: Any) -> tuple:
-        if self.texts is None:
-            self.running = self.model._get_running_beams_for_next_iteration(**given)
-            return self.running
-        return self.texts[:3]
+        self.keep = given["topk_log_probs"].shape[1]
+        self.running = self.model._get_running_beams_for_next_iteration(**given)
+        return self.running
 
-    def updated(self, given: dict[str, Any]) -> tuple:
-        if self.texts is None:
-            self.finished = super().updated(given)
-            return self.finished
-        return self.texts[3:7]
+    def _update_finished_beams(self, **given: Any) -> tuple:
+        self.finished = self.model._update_finished_beams(**given)
+        return self.finished
 
     def _check_early_stop_heuristic(self, **given: Any) -> torch.Tensor:
-        if self.texts is None:
-            hopeful = self.model._check_early_stop_heuristic(**given)
-            self.texts = Texts(*map(self.with_room, (*self.running, *self.finished, hopeful)))
-            self.held = one_of_each(self.texts, self.bounds)
-        return self.texts.hopeful
+        self.hopeful = self.model._check_early_stop_heuristic(**given)
+        return self.hopeful
 
-    def with_room(self, tensor: torch.Tensor) -> torch.Tensor:
-        more = 0 if tensor.dim() < 3 else self.bounds.factors.shape[1] - tensor.shape[2]
-        return torch.nn.functional.pad(tensor, (0, more), value=-1)
+    def _beam_search_has_unfinished_sequences(self, *args: Any) -> torch.Tensor:
+        self.goes_on = self.model._beam_search_has_unfinished_sequences(*args)
+        return self.goes_on
 
-    def goes_on(self, *args: Any) -> torch.Tensor:
-        return super().goes_on(*args) if self.further is None else self.further
+    def texts(self, length: int, room: int) -> BeamTexts:
+        """Behind the first step, of so many tokens."""
+
+        def with_room(tensor: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.pad(tensor, (0, room - tensor.shape[2]), value=-1)
+
+        sequences, scores, origins = self.running
+        ended_sequences, ended_scores, ended_origins, ended = self.finished
+        return BeamTexts(
+            running=with_room(sequences),
+            running_origins=with_room(origins),
+            sequences=with_room(ended_sequences),
+            origins=with_room(ended_origins),
+            ended=ended,
+            hopeful=self.hopeful,
+            length=sequences.new_tensor([length]),
+            running_scores=scores,
+            scores=ended_scores,
+        )
+
+
+class BeamLoop:
+    """The rest of one call of beams, over the fixed memory.
+
+    kwargs: of the model, behind the first step; its cache is in the fixed memory as long as no other text takes its
+    place. length: tokens so far.
+    """
+
+    def __init__(
+        self,
+        forward: Seq2SeqForward,
+        processors: LogitsProcessorList,
+        bounds: Bounds,
+        rules: BeamRules,
+        kwargs: dict[str, Any],
+        length: int,
+    ):
+        self.forward, self.processors, self.bounds, self.rules, self.kwargs = forward, processors, bounds, rules, kwargs
+        self.cache, self.length, self.fused = generating_cache(kwargs), length, True
+
+    def run(self, step: BeamStep, steps: int) -> BeamTexts:
+        """So many steps at most, but for those behind the end. step: the one before."""
+        tell = Teller(step.tokens)
+        told = tell(step.over, 0)
+        for number in range(1, steps + 1):
+            new = self.next(step)
+            if told.read():  # what a step too many has found is dropped
+                break
+            step, told, self.length = new, tell(new.over, number), self.length + 1
+        return BeamTexts.unpacked(self.rules, step.ints, step.floats)
+
+    def in_one(self, step: BeamStep) -> bool:
+        """Whether its graph may hold all of a step."""
+        return step.tokens.is_cuda and not self.processors
+
+    def next(self, step: BeamStep) -> BeamStep:
+        """One more, and the cache in its order."""
+        given = step.ints, step.floats, self.bounds.bounds, self.bounds.factors
+        choice = Choice(GrownBeams(self.rules), given) if self.in_one(step) else None
+        made = None if choice is None else self._continued(step.tokens, choice)
+        made = self._in_parts(step, given) if made is None else made
+        if not self.forward.reordered(self.cache, made.order, self.rules.beams):
+            self.cache.reorder_cache(made.order)
+        return made
+
+    def _in_parts(self, step: BeamStep, given: tuple[torch.Tensor, ...]) -> BeamStep:
+        ids = BeamTexts.unpacked(self.rules, *given[:2]).running[:, :, : self.length].flatten(0, 1)
+        scores = torch.nn.functional.log_softmax(self._logits(step, ids)[:, -1].float(), dim=-1)
+        scores = self.processors(ids, scores)
+        return BeamStep(*beam_step(scores, *given, rules=self.rules, normalized=True))
+
+    def _continued(self, tokens: torch.Tensor, choice: Choice | None) -> Any:
+        try:
+            return self.forward.continued(self.cache, tokens, choice) if self.fused else None
+        except Unfit:  # the call of the model finds the same, and reports it
+            self.fused = False
+            return None
+
+    def _logits(self, step: BeamStep, ids: torch.Tensor) -> torch.Tensor:
+        found = self._continued(step.tokens, None)
+        if found is not None:
+            return found
+        model = self.forward.module
+        return model(**getattr(model, PREPARE)(ids, next_sequence_length=1, **self.kwargs), return_dict=True).logits
 
 
 def bounds_of(config: Any, criteria: StoppingCriteriaList, ids: torch.Tensor) -> Bounds | None:
@@ -243,31 +177,47 @@ def bounds_of(config: Any, criteria: StoppingCriteriaList, ids: torch.Tensor) ->
         return None
     factors = torch.tensor([now, best], dtype=torch.float32, device="cpu")
     most = min([*longest, config.max_length + 1])
-    length, before, most_ = ids.new_tensor([given + 1, given, most]).split(1)
     factors = factors.reciprocal() if ids.is_cuda else factors
-    return Bounds(length, before, most_, torch.cat([ids.new_empty(0), *ends]), factors.to(ids.device))
+    return Bounds(torch.cat([ids.new_tensor([given, most]), *ends]), factors.to(ids.device), room)
 
 
-def fused_beams(
+def known_beams(
     model: Any, config: Any, criteria: StoppingCriteriaList, ids: torch.Tensor, given: dict
 ) -> Bounds | None:
-    """What `beams_advanced` is to be given of such a call; None where it is for stock's methods."""
-    known = {PREPARE, *(name for name in vars(FusedBeams) if name.startswith("_") and not name.startswith("__"))}
-    asked = known <= {*AS_IMPORTED[BEAMS].__code__.co_names}
-    return bounds_of(config, criteria, ids) if asked and follows(model, config, given) else None
+    """What `beams_over` is to be given of such a call; None where it is for stock's loop."""
+    asked = {name for name in vars(FirstBeams) if name.startswith("_") and not name.startswith("__")}
+    known = asked <= {*AS_IMPORTED[BEAMS].__code__.co_names} and not hasattr(model, OWN_ORDER)
+    return bounds_of(config, criteria, ids) if known and follows(model, config, given) else None
 
 
-def beams_advanced(
+def beams_fused(
     forward: Seq2SeqForward,
     bounds: Bounds,
     model: Any,
     input_ids: torch.Tensor,
     *,
+    logits_processor: LogitsProcessorList,
     stopping_criteria: StoppingCriteriaList,
     generation_config: Any,
     **kwargs: Any,
 ) -> torch.Tensor:
-    """Stock's loop of beams, of a call that gives tokens alone."""
-    view = FusedBeams(forward, input_ids, generation_config, bounds)
-    call = {"stopping_criteria": view.asked_of(stopping_criteria), "generation_config": generation_config}
-    return AS_IMPORTED[BEAMS](view, input_ids, **call, **kwargs)
+    """(rows, tokens), what stock's loop gives, of a call that gives tokens alone."""
+    first, config = FirstBeams(model), generation_config
+    call: dict[str, Any] = {"stopping_criteria": stopping_criteria, "generation_config": config}
+    alone = AS_IMPORTED[BEAMS](first, input_ids, logits_processor=logits_processor, **call, **kwargs)
+    sequences, length = first.running[0], input_ids.shape[1] + 1
+    steps = config.max_length - length
+    if steps <= 0:
+        return alone
+    texts, beams = sequences.shape[:2]
+    rules = BeamRules(texts, beams, first.keep, bounds.room, config.early_stopping is True)
+    begun = BeamStep(
+        *first.texts(length, bounds.room).packed(),
+        sequences[:, :, length - 1].reshape(-1, 1),
+        first.running[2][:, :, 0].flatten(),
+        ~first.goes_on,
+    )
+    found = BeamLoop(forward, logits_processor, bounds, rules, first.kwargs, length).run(begun, steps)
+    returned = config.num_return_sequences
+    sequences, origins = (one[:, :returned].flatten(0, 1) for one in (found.sequences, found.origins))
+    return sequences[:, : input_ids.shape[1] + int((origins >= 0).sum(1).max())]

@@ -187,10 +187,10 @@ class Seq2SeqForward(DecoderStepForward):
         finally:
             self.course.end()
 
-    def continued(self, cache: Any, tokens: torch.Tensor, choice: Choice | None = None) -> torch.Tensor | None:
+    def continued(self, cache: Any, tokens: torch.Tensor, choice: Choice | None = None) -> Any:
         """The logits behind one more token of the text that this thread is in, (rows, 1, vocabulary), without a look at
-        the model; None where that is to be called. tokens: (rows, 1). choice: what chooses of them instead, see
-        `chosen`. Raises Unfit.
+        the model; None where that is to be called. tokens: (rows, 1). choice: gives what it makes of them instead.
+        Raises Unfit.
         """
         if not self.course.left:
             return None
@@ -201,14 +201,16 @@ class Seq2SeqForward(DecoderStepForward):
             self.trusted = self.course.begin()
             return self._next(holding, step, choice)["logits" if choice is None else CHOSEN]
 
-    def reordered(self, cache: Any, order: torch.Tensor) -> bool:
-        """Puts the rows of the text that this thread is in into another order; False where the cache is to do it."""
+    def reordered(self, cache: Any, order: torch.Tensor, beams: int) -> bool:
+        """Puts the rows of the texts that this thread is in into another order, each among the `beams` of its text;
+        False where the cache is to do it.
+        """
         with self.lock:
             place, holding = self.course.place
             mine = place is cache and holding is self.holding and holding is not None and holding.alive
             mine = mine and order.shape == (holding.rows,)
             if mine:
-                holding.reorder_all(order)
+                holding.reorder_beams(order, beams)
             return mine
 
     def go_back(self, cache: Any, length: int) -> None:

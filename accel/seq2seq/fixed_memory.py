@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from accel_kernels import reorder_beams
 from accel_kernels.attention.paged.kv import KV, LENGTH, PADDING_MASK, metadata_of
 
 from accel.libraries.cache import DynamicLayer, pair_of
@@ -56,6 +57,10 @@ class FixedMemory:
     def _laid_out(self, part: int, shape: Shape) -> torch.Tensor:
         size = _blocks(shape)
         return self.flat[part][: size.numel()].view(size)
+
+    def rows(self, part: int, shape: Shape) -> torch.Tensor:
+        """All of it, (parts, rows, tokens, width)."""
+        return self._laid_out(part, shape).flatten(0, 1).flatten(2, 3).flatten(3, 4)
 
     def store(self, part: int, shape: Shape, beams: int) -> FixedStore:
         """Of the room of that shape, each row of which so many queries read; all of its tokens count so far."""
@@ -259,12 +264,14 @@ class Holding:
         if len(asked) == len(self.kept[part]):
             self.settle(part)
 
-    def reorder_all(self, order: torch.Tensor) -> None:
-        """The same of all layers."""
+    def reorder_beams(self, order: torch.Tensor, beams: int) -> None:
+        """The same of all layers, where a row of each text, of `beams` rows, is one of the same text."""
         for part in (OWN, CROSS):
             self.settle(part)
-            self.orders[part] = order, [*range(len(self.kept[part]))]
-            self.settle(part)
+        self.orders[CROSS] = order, [*range(len(self.kept[CROSS]))]
+        self.settle(CROSS)
+        length = torch.full((), self.lengths[OWN], device=order.device)
+        reorder_beams(self.memory.rows(OWN, tuple(self.kept[OWN].shape)), order, length, beams=beams)
 
     def settle(self, part: int) -> None:
         """Does what `reorder` was asked for."""

@@ -27,7 +27,7 @@ from accel.libraries.generation import (
 from accel.llm.generation.loop.hooks import GenerateCall, GenerateHook
 from accel.patching.fast_forward import as_written
 from accel.patching.rule import Patch
-from accel.seq2seq.beams import beams_advanced, fused_beams
+from accel.seq2seq.beams import beams_fused, known_beams
 from accel.seq2seq.decoder import Seq2SeqForward
 from accel.seq2seq.late_check import LATE_LOOP, beams_late, beams_may_be_late, unseen
 from accel.seq2seq.memory_loop import follows, tokens_late
@@ -73,8 +73,8 @@ class Decoding:
             method = LATE_LOOP
         elif alone and method is AS_IMPORTED[BEAMS]:
             late = beams_may_be_late(generation_config, stopping_criteria, generating_cache(kwargs))
-            known = fused_beams(model, generation_config, stopping_criteria, input_ids, kwargs) if late else None
-            fused = None if known is None else partial(beams_advanced, self.forward, known)
+            known = known_beams(model, generation_config, stopping_criteria, input_ids, kwargs) if late else None
+            fused = None if known is None else partial(beams_fused, self.forward, known)
             method = fused or (beams_late if late else method)
         call = {"logits_processor": processors, "stopping_criteria": stopping_criteria}
         call |= {"generation_config": generation_config}

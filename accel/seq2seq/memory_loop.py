@@ -12,7 +12,7 @@ from accel.llm.generation.loop.token_loop import GenerateRequest, Token, TokenLo
 from accel.offload.call_hooks import streamed_model
 from accel.seq2seq.decoder import Seq2SeqForward
 from accel.seq2seq.late_check import ModelView
-from accel.seq2seq.step_forward import Choice
+from accel.seq2seq.step_forward import Choice, likeliest
 
 ONE_BY_ONE = "decoder_position_ids"  # of a loop that counts a text's positions by itself
 
@@ -81,7 +81,7 @@ class MemoryLoop(TokenLoop):
     def choose(self, token: Token) -> tuple[torch.Tensor, torch.Tensor | None]:
         """In the graph of the step, where nothing of the host's is between its scores and the token."""
         if self.fused and self.late and not (self.random or self.request.processors or self.by_tokens):
-            choice = Choice(token.unfinished, self.eos, self.pad)
+            choice = Choice(likeliest, (token.unfinished, self.eos, self.pad))
             found = self.forward.continued(self.cache, token.last, choice)
             if found is not None:
                 return found, None

@@ -26,11 +26,17 @@ CHOSEN = "chosen"  # what a step gives that chooses a token
 
 
 class Choice(NamedTuple):
-    """unfinished: (rows,) int64, 1 where a row goes on; ends: tokens that end one, pad: what comes behind, or None."""
+    """What follows the logits of a step, in its graph. how: a function of logits, (rows, vocabulary), and of `given`;
+    equal for steps of one graph.
+    """
 
-    unfinished: torch.Tensor
-    ends: torch.Tensor | None
-    pad: torch.Tensor | None
+    how: Any
+    given: tuple[torch.Tensor | None, ...]
+
+
+def likeliest(logits: torch.Tensor, unfinished: torch.Tensor, *ends: torch.Tensor | None) -> torch.Tensor:
+    """(2, rows) int64, the tokens and which rows go on, as `ended_tokens` gives them."""
+    return ended_tokens(argmax(logits), unfinished, *ends)
 
 
 class DecoderStepForward(FastForward):
@@ -67,11 +73,11 @@ class DecoderStepForward(FastForward):
     def run_step(self, holding: Holding, step: TextStep, choice: Choice | None = None) -> dict[str, Any]:
         holding.settle(OWN)
         holding.settle(CROSS)
-        eager: Callable = partial(self.step if choice is None else self.chosen, holding)
-        given = (*step.given, *(choice or ()))
+        eager: Callable = partial(self.step if choice is None else partial(self.chosen, choice.how), holding)
+        given = (*step.given, *(choice.given if choice is not None else ()))
         if self.runner is None or not step.given.tokens.is_cuda:
             return eager(*given)
-        variant = holding.room(OWN), holding.room(CROSS), holding.beams, step.attention, choice is None
+        variant = holding.room(OWN), holding.room(CROSS), holding.beams, step.attention, choice and choice.how
         replayed: Any = self.runner.begin(given, {}, variant, at_once=True) if self.trusted else None
         if replayed is not None:
             return replayed.outputs
@@ -118,10 +124,10 @@ class DecoderStepForward(FastForward):
             output = type(self.module).forward(self.module, **given)
         return {name: output[name] for name in MADE if name in output}
 
-    def chosen(self, holding: Holding, *given: Any) -> dict[str, Any]:
-        """By `CHOSEN`, (2, rows) int64: the likeliest tokens, and which rows go on. given: of `Given` and `Choice`."""
-        step, choice = given[: len(Given._fields)], given[len(Given._fields) :]
-        return {CHOSEN: ended_tokens(argmax(self.step(holding, *step)["logits"][:, -1]), *choice)}
+    def chosen(self, how: Callable[..., Any], holding: Holding, *given: Any) -> dict[str, Any]:
+        """By `CHOSEN`, what a `Choice` gives. given: of the step, and of that."""
+        step, rest = given[: len(Given._fields)], given[len(Given._fields) :]
+        return {CHOSEN: how(self.step(holding, *step)["logits"][:, -1], *rest)}
 
     def ready(self, room: int) -> bool:
         """Whether the layers may be computed fused. Binds them to the weights where the model has changed."""

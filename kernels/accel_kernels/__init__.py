@@ -11,6 +11,8 @@ from accel_kernels.attention.packed.packed_rows import packed_rows
 from accel_kernels.attention.packed.rotated_heads import rotated_heads
 from accel_kernels.attention.paged.kv import KV
 from accel_kernels.attention.paged.paged_attention import paged_attention
+from accel_kernels.beams.beam_step import BeamRules, BeamTexts, beam_step
+from accel_kernels.beams.reorder_beams import reorder_beams
 from accel_kernels.elementwise.gated import gated, geglu
 from accel_kernels.elementwise.softmax import softmax
 from accel_kernels.gemm.adapters.copy_matrices import copy_matrices
@@ -57,6 +59,8 @@ OPS = tuple(one for one in list(globals().values()) if isinstance(one, Op))
 __all__ = [
     "KV",
     "OPS",
+    "BeamRules",
+    "BeamTexts",
     "BlockWeight",
     "Case",
     "Convolution",
@@ -79,6 +83,7 @@ __all__ = [
     "Widening",
     "argmax",
     "attention",
+    "beam_step",
     "causal_convolution",
     "convolution_frames",
     "copy_matrices",
@@ -107,6 +112,7 @@ __all__ = [
     "paged_attention",
     "quantize_rows",
     "quantized_linear",
+    "reorder_beams",
     "rms_norm",
     "rotated_heads",
     "route",

@@ -17,8 +17,14 @@ from support.everything import EVERYTHING
 pytest.importorskip("triton")
 
 # What they give is no rounding of what they are given: tests of their own.
-STATES = ("causal_convolution", "linear_attention_prompt", "linear_attention_step", "selective_scan")  # in place
-NUMBERS = ("packed_rows", "quantize_rows", "route", "sample", "timestamp_rule", *STATES)
+STATES = (
+    "causal_convolution",
+    "linear_attention_prompt",
+    "linear_attention_step",
+    "reorder_beams",
+    "selective_scan",
+)  # in place
+NUMBERS = ("beam_step", "packed_rows", "quantize_rows", "route", "sample", "timestamp_rule", *STATES)
 COMPILED = ("hopper_gemm", "linear_geglu")  # no interpreter runs these
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 

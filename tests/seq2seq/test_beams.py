@@ -33,9 +33,9 @@ def test_beams_of_a_text_share_what_the_encoder_gave_and_the_memory_is_told_and_
 
 def test_beams_that_end_are_told_a_step_late(steps, monkeypatch):
     model, stock = optimized("Bart")
-    late = noted(monkeypatch, LateBeams, "_beam_search_has_unfinished_sequences", lambda view, *_: view.over)
+    told = noted(monkeypatch, Told, "read", lambda told: bool(told.ended))
     ran, found = steps(), set()
-    fused = noted(monkeypatch, beams, "advanced", lambda rules, candidates, *_: (rules.keep, candidates.shape))
+    fused = noted(monkeypatch, beams.BeamLoop, "next", lambda loop, step: loop.fused)
     others = {"length_penalty": -1.0}, {"early_stopping": "never", "length_penalty": 2.0, "repetition_penalty": 1.5}
     for seed, chosen in enumerate(({}, {"early_stopping": True}, {"num_return_sequences": 3}, *others, {})):
         call = source("Bart", seed=seed)
@@ -43,7 +43,7 @@ def test_beams_that_end_are_told_a_step_late(steps, monkeypatch):
         ours = generated(model, call, more)
         assert torch.equal(ours, generated(stock, call, more))
         found.add(ours.shape[1])
-    assert ran and len(fused) > 20 and True in late and len(found) > 1 and not fallbacks(model)
+    assert ran and all(fused) and len(fused) > 20 and True in told and len(found) > 1 and not fallbacks(model)
     longer = {"max_new_tokens": 5, "num_beams": 2, "stopping_criteria": [t.MaxLengthCriteria(12)]}
     for one in (model, stock):  # stock's lists are too short for that
         with pytest.raises(IndexError):

@@ -14,7 +14,7 @@ import accel
 from accel.cuda_graphs.fingerprint import Fingerprint
 from accel.libraries.cache import DynamicLayer, cache_argument, cache_of, encoded
 from accel.llm.runtime.lm_head import StepHeadForward
-from accel.seq2seq import beams
+from accel.seq2seq.beams import BeamLoop
 from accel.seq2seq.decoder import Seq2SeqForward
 from accel.seq2seq.fixed_memory import CROSS, OWN
 from accel.seq2seq.held_layers import HeldLayer
@@ -186,9 +186,10 @@ def test_a_step_that_is_written_down_once_serves_every_text(family, monkeypatch)
     def run(self, holding, text, choice=None):
         holding.settle(OWN)
         holding.settle(CROSS)
-        step, make = (*text.given, *(choice or ())), self.step if choice is None else self.chosen
+        how, more = choice or (None, ())
+        step, make = (*text.given, *more), self.step if choice is None else partial(self.chosen, how)
         given = [one is not None for one in step]
-        key = self.memory.addresses, holding.room(OWN), holding.room(CROSS), holding.rows, *given
+        key = self.memory.addresses, holding.room(OWN), holding.room(CROSS), holding.rows, how, *given
 
         def eager(*tensors):
             left = iter(tensors)
@@ -199,20 +200,14 @@ def test_a_step_that_is_written_down_once_serves_every_text(family, monkeypatch)
             kept[key] = make_fx(eager)(*tensors)
         return kept[key](*tensors)
 
-    def of_beams(rules, *texts):
-        if rules not in kept:
-            kept[rules] = make_fx(partial(advanced, rules))(*texts)
-        return kept[rules](*texts)
-
-    advanced = beams.advanced
     monkeypatch.setattr(Seq2SeqForward, "run_step", run)
-    monkeypatch.setattr(beams, "advanced", of_beams)
+    monkeypatch.setattr(BeamLoop, "in_one", lambda loop, step: not loop.processors)
     for seed, length in enumerate((9, 30, 12)):
         assert_same(model, stock, source(family, length, seed=seed), options(num_beams=2 - seed % 2))
     alike = {"do_sample": False, "max_new_tokens": 12, "eos_token_id": [64, 65]}
     for plain in ({}, {"num_beams": 2}):  # no processors, so that graphs choose
         assert_same(model, stock, source(family), alike | plain)
-    assert len(kept) == 2 + 1 + 2, list(kept)
+    assert len(kept) == 2 + 2, list(kept)
     assert not [path for path, _, _ in accel.report(model).fallbacks if not path]
 
 

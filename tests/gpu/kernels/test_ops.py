@@ -16,8 +16,8 @@ from torch.utils import _pytree as pytree
 # test_packed_rows.py, test_route.py, test_sample.py, test_timestamp_rule.py; or it writes into what it reads:
 # test_recurrent.py
 NUMBERS = (
-    "causal_convolution", "fp8_linear", "hopper_gemm", "linear_attention_prompt", "linear_attention_step",
-    "packed_rows", "quantize_rows", "route", "sample", "selective_scan", "timestamp_rule",
+    "beam_step", "causal_convolution", "fp8_linear", "hopper_gemm", "linear_attention_prompt", "linear_attention_step",
+    "packed_rows", "quantize_rows", "reorder_beams", "route", "sample", "selective_scan", "timestamp_rule",
 )  # fmt: skip
 CASES = [
     pytest.param(op, case, id=f"{op.name}-{case.name}") for op in OPS if op.name not in NUMBERS for case in op.cases

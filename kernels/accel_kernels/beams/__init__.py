@@ -1,0 +1,1 @@
+"""Beam search: what follows the logits of a step."""
