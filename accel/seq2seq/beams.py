@@ -23,21 +23,14 @@ OWN_ORDER = "_reorder_cache"  # of a model that has a way of its own to put its 
 
 
 class Bounds(NamedTuple):
-    """What `beam_step` is told of a call: both tensors as it takes them. room: of texts."""
+    """What `BeamTexts` says of a call from its beginning, and the room of its texts."""
 
-    bounds: torch.Tensor
-    factors: torch.Tensor
+    given: torch.Tensor
+    most: torch.Tensor
+    stops: torch.Tensor
+    at_end: torch.Tensor
+    at_best: torch.Tensor
     room: int
-
-
-class BeamStep(NamedTuple):
-    """As `beam_step` gives it: texts packed, the new tokens, of which row each came, and whether all texts are over."""
-
-    ints: torch.Tensor
-    floats: torch.Tensor
-    tokens: torch.Tensor
-    order: torch.Tensor
-    over: torch.Tensor
 
 
 class GrownBeams(NamedTuple):
@@ -45,8 +38,8 @@ class GrownBeams(NamedTuple):
 
     rules: BeamRules
 
-    def __call__(self, logits: torch.Tensor, *texts: torch.Tensor) -> BeamStep:
-        return BeamStep(*beam_step(logits, *texts, rules=self.rules))
+    def __call__(self, logits: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
+        return beam_step(logits, packed, rules=self.rules)
 
 
 class FirstBeams(FirstToken):
@@ -75,11 +68,11 @@ class FirstBeams(FirstToken):
         self.goes_on = self.model._beam_search_has_unfinished_sequences(*args)
         return self.goes_on
 
-    def texts(self, length: int, room: int) -> BeamTexts:
+    def texts(self, length: int, bounds: Bounds) -> BeamTexts:
         """Behind the first step, of so many tokens."""
 
         def with_room(tensor: torch.Tensor) -> torch.Tensor:
-            return torch.nn.functional.pad(tensor, (0, room - tensor.shape[2]), value=-1)
+            return torch.nn.functional.pad(tensor, (0, bounds.room - tensor.shape[2]), value=-1)
 
         sequences, scores, origins = self.running
         ended_sequences, ended_scores, ended_origins, ended = self.finished
@@ -91,8 +84,12 @@ class FirstBeams(FirstToken):
             ended=ended,
             hopeful=self.hopeful,
             length=sequences.new_tensor([length]),
+            tokens=sequences[:, :, length - 1],
+            order=origins[:, :, 0],
+            over=~self.goes_on,
             running_scores=scores,
             scores=ended_scores,
+            **{name: getattr(bounds, name) for name in ("given", "most", "stops", "at_end", "at_best")},
         )
 
 
@@ -107,54 +104,55 @@ class BeamLoop:
         self,
         forward: Seq2SeqForward,
         processors: LogitsProcessorList,
-        bounds: Bounds,
         rules: BeamRules,
         kwargs: dict[str, Any],
         length: int,
     ):
-        self.forward, self.processors, self.bounds, self.rules, self.kwargs = forward, processors, bounds, rules, kwargs
+        self.forward, self.processors, self.rules, self.kwargs = forward, processors, rules, kwargs
         self.cache, self.length, self.fused = generating_cache(kwargs), length, True
+        self.rows = rules.texts * rules.beams
+        self.tokens, self.order, self.over = (BeamTexts.place(rules, name) for name in ("tokens", "order", "over"))
 
-    def run(self, step: BeamStep, steps: int) -> BeamTexts:
-        """So many steps at most, but for those behind the end. step: the one before."""
-        tell = Teller(step.tokens)
-        told = tell(step.over, 0)
+    def run(self, packed: torch.Tensor, steps: int) -> BeamTexts:
+        """So many steps at most, but for those behind the end. packed: the texts, behind the first step."""
+        tell = Teller(packed, packed.dtype)
+        told = tell(packed[self.over], 0)
         for number in range(1, steps + 1):
-            new = self.next(step)
+            new = self.next(packed)
             if told.read():  # what a step too many has found is dropped
                 break
-            step, told, self.length = new, tell(new.over, number), self.length + 1
-        return BeamTexts.unpacked(self.rules, step.ints, step.floats)
+            packed, told, self.length = new, tell(new[self.over], number), self.length + 1
+        return BeamTexts.unpacked(self.rules, packed)
 
-    def in_one(self, step: BeamStep) -> bool:
-        """Whether its graph may hold all of a step."""
-        return step.tokens.is_cuda and not self.processors
+    def in_one(self, packed: torch.Tensor) -> bool:
+        """Whether a graph may hold all of a step but the order of the cache."""
+        return packed.is_cuda and not self.processors
 
-    def next(self, step: BeamStep) -> BeamStep:
-        """One more, and the cache in its order."""
-        given = step.ints, step.floats, self.bounds.bounds, self.bounds.factors
-        choice = Choice(GrownBeams(self.rules), given) if self.in_one(step) else None
-        made = None if choice is None else self._continued(step.tokens, choice)
-        made = self._in_parts(step, given) if made is None else made
-        if not self.forward.reordered(self.cache, made.order, self.rules.beams):
-            self.cache.reorder_cache(made.order)
+    def next(self, packed: torch.Tensor) -> torch.Tensor:
+        """The texts with one token more, and the cache in their order."""
+        choice = Choice(GrownBeams(self.rules), (packed,)) if self.in_one(packed) else None
+        made = None if choice is None else self._continued(packed, choice)
+        made = self._in_parts(packed) if made is None else made
+        order = made[self.order : self.order + self.rows]
+        if not self.forward.reordered(self.cache, order, self.rules.beams):
+            self.cache.reorder_cache(order)
         return made
 
-    def _in_parts(self, step: BeamStep, given: tuple[torch.Tensor, ...]) -> BeamStep:
-        ids = BeamTexts.unpacked(self.rules, *given[:2]).running[:, :, : self.length].flatten(0, 1)
-        scores = torch.nn.functional.log_softmax(self._logits(step, ids)[:, -1].float(), dim=-1)
-        scores = self.processors(ids, scores)
-        return BeamStep(*beam_step(scores, *given, rules=self.rules, normalized=True))
+    def _in_parts(self, packed: torch.Tensor) -> torch.Tensor:
+        ids = BeamTexts.unpacked(self.rules, packed).running[:, :, : self.length].flatten(0, 1)
+        scores = torch.nn.functional.log_softmax(self._logits(packed, ids)[:, -1].float(), dim=-1)
+        return beam_step(self.processors(ids, scores), packed, rules=self.rules, normalized=True)
 
-    def _continued(self, tokens: torch.Tensor, choice: Choice | None) -> Any:
+    def _continued(self, packed: torch.Tensor, choice: Choice | None) -> Any:
+        tokens = packed[self.tokens : self.tokens + self.rows, None]
         try:
             return self.forward.continued(self.cache, tokens, choice) if self.fused else None
         except Unfit:  # the call of the model finds the same, and reports it
             self.fused = False
             return None
 
-    def _logits(self, step: BeamStep, ids: torch.Tensor) -> torch.Tensor:
-        found = self._continued(step.tokens, None)
+    def _logits(self, packed: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        found = self._continued(packed, None)
         if found is not None:
             return found
         model = self.forward.module
@@ -176,9 +174,9 @@ def bounds_of(config: Any, criteria: StoppingCriteriaList, ids: torch.Tensor) ->
     except OverflowError:
         return None
     factors = torch.tensor([now, best], dtype=torch.float32, device="cpu")
-    most = min([*longest, config.max_length + 1])
-    factors = factors.reciprocal() if ids.is_cuda else factors
-    return Bounds(torch.cat([ids.new_tensor([given, most]), *ends]), factors.to(ids.device), room)
+    factors = (factors.reciprocal() if ids.is_cuda else factors).to(ids.device)
+    first, most = ids.new_tensor([given, min([*longest, config.max_length + 1])]).split(1)
+    return Bounds(first, most, torch.cat([ids.new_empty(0), *ends]), factors[0], factors[1], room)
 
 
 def known_beams(
@@ -209,15 +207,10 @@ def beams_fused(
     steps = config.max_length - length
     if steps <= 0:
         return alone
-    texts, beams = sequences.shape[:2]
-    rules = BeamRules(texts, beams, first.keep, bounds.room, config.early_stopping is True)
-    begun = BeamStep(
-        *first.texts(length, bounds.room).packed(),
-        sequences[:, :, length - 1].reshape(-1, 1),
-        first.running[2][:, :, 0].flatten(),
-        ~first.goes_on,
-    )
-    found = BeamLoop(forward, logits_processor, bounds, rules, first.kwargs, length).run(begun, steps)
+    (texts, beams, _), early = sequences.shape, config.early_stopping is True
+    rules = BeamRules(texts, beams, first.keep, bounds.room, len(bounds.stops), early)
+    begun = first.texts(length, bounds).packed()
+    found = BeamLoop(forward, logits_processor, rules, first.kwargs, length).run(begun, steps)
     returned = config.num_return_sequences
     sequences, origins = (one[:, :returned].flatten(0, 1) for one in (found.sequences, found.origins))
     return sequences[:, : input_ids.shape[1] + int((origins >= 0).sum(1).max())]

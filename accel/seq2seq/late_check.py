@@ -37,12 +37,12 @@ class Told(NamedTuple):
 
 
 class Teller:
-    """Has the host told, as soon as the device knows. like: a tensor on the device."""
+    """Has the host told, as soon as the device knows. like: a tensor on the device; dtype: of what is told."""
 
-    def __init__(self, like: torch.Tensor):
+    def __init__(self, like: torch.Tensor, dtype: torch.dtype = torch.bool):
         self.random = RandomState(like.device)
         self.stream = torch.cuda.current_stream(like.device) if like.is_cuda else None
-        self.host = [torch.zeros((), dtype=torch.bool, device="cpu", pin_memory=like.is_cuda) for _ in range(2)]
+        self.host = [torch.zeros((), dtype=dtype, device="cpu", pin_memory=like.is_cuda) for _ in range(2)]
 
     def __call__(self, ended: torch.Tensor, number: int) -> Told:
         """number: of the step; what was told two steps before is gone."""

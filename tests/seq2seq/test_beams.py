@@ -35,7 +35,7 @@ def test_beams_that_end_are_told_a_step_late(steps, monkeypatch):
     model, stock = optimized("Bart")
     told = noted(monkeypatch, Told, "read", lambda told: bool(told.ended))
     ran, found = steps(), set()
-    fused = noted(monkeypatch, beams.BeamLoop, "next", lambda loop, step: loop.fused)
+    fused = noted(monkeypatch, beams.BeamLoop, "next", lambda loop, packed: loop.fused)
     others = {"length_penalty": -1.0}, {"early_stopping": "never", "length_penalty": 2.0, "repetition_penalty": 1.5}
     for seed, chosen in enumerate(({}, {"early_stopping": True}, {"num_return_sequences": 3}, *others, {})):
         call = source("Bart", seed=seed)

@@ -201,7 +201,7 @@ def test_a_step_that_is_written_down_once_serves_every_text(family, monkeypatch)
         return kept[key](*tensors)
 
     monkeypatch.setattr(Seq2SeqForward, "run_step", run)
-    monkeypatch.setattr(BeamLoop, "in_one", lambda loop, step: not loop.processors)
+    monkeypatch.setattr(BeamLoop, "in_one", lambda loop, packed: not loop.processors)
     for seed, length in enumerate((9, 30, 12)):
         assert_same(model, stock, source(family, length, seed=seed), options(num_beams=2 - seed % 2))
     alike = {"do_sample": False, "max_new_tokens": 12, "eos_token_id": [64, 65]}

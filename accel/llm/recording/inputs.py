@@ -87,9 +87,10 @@ def most_configured(model: "PreTrainedModel") -> int | None:
     """
     if (most := _positions(model)) is None:
         return None
-    tables = (one for one in model.modules() if isinstance(getattr(one, "weight", None), torch.Tensor))
-    unused = (getattr(one, "padding_idx", None) for one in tables if one.weight.shape[:1] == (most,))
-    return max(1, most - max((at + 1 for at in unused if isinstance(at, int)), default=0))
+    # Asked first: weights in fewer bits are made whole where somebody reads them.
+    padded = (one for one in model.modules() if isinstance(getattr(one, "padding_idx", None), int))
+    tables = (one for one in padded if isinstance(getattr(one, "weight", None), torch.Tensor))
+    return max(1, most - max((one.padding_idx + 1 for one in tables if one.weight.shape[:1] == (most,)), default=0))
 
 
 def _positions(model: "PreTrainedModel") -> int | None:

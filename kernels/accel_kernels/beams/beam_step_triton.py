@@ -1,4 +1,4 @@
-"""A step of beam search in two launches: the likeliest words of each piece of a row, then all of a text at once.
+"""A step of beam search in three launches: the likeliest words of each piece of a row, a text each, and what is one.
 
 Numbers are compared as integers with their places below them, see `in_order`: of equals the first place wins.
 """
@@ -77,12 +77,16 @@ def copy_rows(to_ptr, from_ptr, grown, changed, new, inside, room, ROOM: tl.cons
 
 @triton.jit(do_not_specialize=("pieces", "words", "ends", "room", "texts"))
 def grow_kernel(
-    keys_ptr, sums_ptr, ints_ptr, floats_ptr, bounds_ptr, factors_ptr, y_ptr, scores_ptr, token_ptr, order_ptr,
-    over_ptr, pieces, words, ends, room, texts, BEAMS: tl.constexpr, KEEP: tl.constexpr, EARLY: tl.constexpr,
-    DIVIDE: tl.constexpr, B: tl.constexpr, K: tl.constexpr, M: tl.constexpr, PIECES: tl.constexpr,
-    COLUMNS: tl.constexpr, ROOM: tl.constexpr, PDL: tl.constexpr,
+    keys_ptr, sums_ptr, ints_ptr, floats_ptr, y_ptr, scores_ptr, over_ptr, pieces, words, ends, room, texts,
+    BEAMS: tl.constexpr, KEEP: tl.constexpr, EARLY: tl.constexpr, DIVIDE: tl.constexpr, B: tl.constexpr,
+    K: tl.constexpr, M: tl.constexpr, PIECES: tl.constexpr, COLUMNS: tl.constexpr, ROOM: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program a text. B, K, M: powers of two, of beams, of what is kept, and of both together; ROOM: of a tile."""
+    """A program a text. ints_ptr, floats_ptr: both parts of what `BeamTexts.packed` gives; y_ptr, scores_ptr: of what
+    comes behind. over_ptr: (texts, 3) int8, whether a text cannot become better, has ended, and cannot go on.
+
+    B, K, M: powers of two, of beams, of what is kept, and of both together; ROOM: of a tile.
+    """
     text = tl.program_id(0)
     rows = texts * BEAMS
     whole = rows.to(tl.int64) * room
@@ -91,9 +95,12 @@ def grow_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    length = tl.load(ints_ptr + flags + rows + texts)
-    given, most = tl.load(bounds_ptr), tl.load(bounds_ptr + 1)
-    at_end, at_best = tl.load(factors_ptr + length), tl.load(factors_ptr + room + length)
+    numbers = flags + rows + texts  # the place of `length`
+    bounds = numbers + 2 + 2 * rows
+    length = tl.load(ints_ptr + numbers)
+    given, most = tl.load(ints_ptr + bounds), tl.load(ints_ptr + bounds + 1)
+    factors = floats_ptr + 2 * rows + length
+    at_end, at_best = tl.load(factors), tl.load(factors + room)
 
     # the likeliest continuations
     column = tl.arange(0, COLUMNS)
@@ -116,7 +123,7 @@ def grow_kernel(
     kept, origin, token = k < KEEP, places // words, (places % words).to(tl.int64)
     over = kept & (length + 1 >= most)
     for number in range(ends):
-        over = over | (kept & (token == tl.load(bounds_ptr + 2 + number)))
+        over = over | (kept & (token == tl.load(ints_ptr + bounds + 2 + number)))
 
     # those that go on
     open_ = tl.where(over, found + LEAST, found)
@@ -128,8 +135,8 @@ def grow_kernel(
     copy_rows(
         y_ptr + whole + into * room, ints_ptr + whole + source * room, beams, length - given, source, beams, room, ROOM
     )
-    tl.store(token_ptr + into, new, mask=beams)
-    tl.store(order_ptr + into, source, mask=beams)
+    tl.store(y_ptr + numbers + 1 + into, new, mask=beams)
+    tl.store(y_ptr + numbers + 1 + rows + into, source, mask=beams)
     tl.store(scores_ptr + into, running, mask=beams)
 
     # those that have ended
@@ -169,32 +176,57 @@ def grow_kernel(
     hopeful = hopeful & (tl.max(better.to(tl.int32), axis=0) != 0)
     tl.store(y_ptr + flags + rows + text, hopeful.to(tl.int64))
     all_ended = tl.min(tl.where(beams, ended, 1), axis=0) != 0
-    tl.store(over_ptr + 3 * text, hopeful == 0)
-    tl.store(over_ptr + 3 * text + 1, all_ended if EARLY else False)
-    tl.store(over_ptr + 3 * text + 2, tl.min(tl.where(kept, over.to(tl.int32), 1), axis=0) != 0)
-    if text == 0:
-        tl.store(y_ptr + flags + rows + texts, length + 1)
+    tl.store(over_ptr + 3 * text, (hopeful == 0).to(tl.int8))
+    tl.store(over_ptr + 3 * text + 1, (all_ended & EARLY).to(tl.int8))
+    tl.store(over_ptr + 3 * text + 2, tl.min(tl.where(kept, over.to(tl.int32), 1), axis=0).to(tl.int8))
 
 
-def beam_step(logits, ints, floats, bounds, factors, *, rules, normalized=False):
+@triton.jit(do_not_specialize=("texts", "rows", "whole", "ends", "room"))
+def ending_kernel(
+    ints_ptr, floats_ptr, y_ptr, scores_ptr, over_ptr, texts, rows, whole, ends, room, T: tl.constexpr,
+    SIZE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """What is one for all texts: their length, whether they are over, and what does not change."""
+    text, kind, at = tl.arange(0, T), tl.arange(0, 4), tl.arange(0, SIZE)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    known = (text < texts)[:, None] & (kind < 3)[None, :]
+    flags = tl.load(over_ptr + 3 * text[:, None] + kind[None, :], mask=known, other=1).to(tl.int32)
+    over = tl.max(tl.where(kind < 3, tl.min(flags, axis=0), 0), axis=0)
+    numbers = 4 * whole + rows + texts
+    tl.store(y_ptr + numbers, tl.load(ints_ptr + numbers) + 1)
+    tl.store(y_ptr + numbers + 1 + 2 * rows, over.to(tl.int64))
+    bounds, factors = numbers + 2 + 2 * rows, 2 * rows
+    for first in range(0, 2 + ends, SIZE):
+        mask = first + at < 2 + ends
+        tl.store(y_ptr + bounds + first + at, tl.load(ints_ptr + bounds + first + at, mask=mask), mask=mask)
+    for first in range(0, 2 * room, SIZE):
+        mask = first + at < 2 * room
+        tl.store(scores_ptr + factors + first + at, tl.load(floats_ptr + factors + first + at, mask=mask), mask=mask)
+
+
+def beam_step(logits, packed, *, rules, normalized=False):
     """Same arguments and result as the reference."""
     (rows, words), device, pdl = logits.shape, logits.device, programmatic(logits.device)
-    texts, beams, keep, room, early = rules
+    texts, beams, keep, room, ends, early = rules
     pieces = cdiv(words, PIECE)
     keys = torch.empty((rows, pieces, keep), device=device, dtype=torch.int64)
     sums = None if normalized else torch.empty((rows, pieces, 2), device=device, dtype=torch.float32)
     launch(
         likeliest_kernel, (pieces, rows), logits, keys, sums, logits.stride(0), words, keep, PIECE, num_warps=8, **pdl
     )
-    y, scores = torch.empty_like(ints), torch.empty_like(floats)
-    token = torch.empty((rows, 1), device=device, dtype=torch.int64)
-    order = torch.empty(rows, device=device, dtype=torch.int64)
-    b, columns = power_of_two(beams), power_of_two(pieces * keep)
-    over = torch.empty((texts, 3), device=device, dtype=torch.bool)
+    y, b, columns = torch.empty_like(packed), power_of_two(beams), power_of_two(pieces * keep)
+    before, after = (one[-(rows + room) :].view(torch.float32) for one in (packed, y))
+    over = torch.empty((texts, 3), device=device, dtype=torch.int8)
     launch(
-        grow_kernel, (texts,), keys, sums, ints, floats, bounds, factors, y, scores, token, order, over, pieces, words,
-        len(bounds) - 2, room, texts, BEAMS=beams, KEEP=keep, EARLY=early, DIVIDE=not logits.is_cuda,
-        B=b, K=power_of_two(keep), M=power_of_two(beams + keep), PIECES=power_of_two(pieces),
-        COLUMNS=columns, ROOM=64, num_warps=8 if b * columns > 2048 else 4, **pdl,
+        grow_kernel, (texts,), keys, sums, packed, before, y, after, over, pieces, words, ends, room, texts,
+        BEAMS=beams, KEEP=keep, EARLY=early, DIVIDE=not logits.is_cuda, B=b, K=power_of_two(keep),
+        M=power_of_two(beams + keep), PIECES=power_of_two(pieces), COLUMNS=columns, ROOM=64,
+        num_warps=8 if b * columns > 2048 else 4, **pdl,
     )  # fmt: skip
-    return y, scores, token, order, over.all(0).any()
+    launch(
+        ending_kernel, (1,), packed, before, y, after, over, texts, rows, rows * room, ends, room,
+        T=power_of_two(texts), SIZE=512, num_warps=4, **pdl,
+    )  # fmt: skip
+    return y
