@@ -16,7 +16,7 @@ def test_a_step(case, dtype):
     found, wanted = (
         BeamTexts.unpacked(given["rules"], run(*args, **given)) for run in (beam_step, beam_step.reference)
     )
-    near = (wanted.running_scores[:, 1:] - wanted.running_scores[:, :-1]).abs().amin() < 1e-4
+    near = bool((wanted.running_scores.diff(dim=1).abs() < 1e-4).any())
     for name, mine, other in zip(BeamTexts._fields, found, wanted, strict=True):
         if mine.dtype == torch.float32 or not near:
             torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
