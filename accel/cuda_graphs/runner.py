@@ -199,11 +199,17 @@ class GraphRunner:
                 and self.adapters.holds()
             )
 
-    def begin(self, args: tuple, kwargs: dict, variant: tuple = (), at_once: bool = False) -> Replayed | None:
+    def begin(
+        self, args: tuple, kwargs: dict, variant: tuple = (), at_once: bool = False, key: tuple | None = None
+    ) -> Replayed | None:
         """Launches the replay for a call to come, on the current stream, where there is a graph for it; else None.
-        at_once: it is read without such a call, so nobody asks whether weights were changed meanwhile."""
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        key = key_of(leaves, spec, variant)
+        at_once: it is read without such a call, so nobody asks whether weights were changed meanwhile. key: as of the
+        replay for a call that differs in the values of its tensors alone; args are then all that is given, and flat.
+        """
+        leaves = list(args)
+        if key is None:
+            leaves, spec = pytree.tree_flatten((args, kwargs))
+            key = key_of(leaves, spec, variant)
         if key is None:
             return None
         with self.adapters.used(), self.pool.lock:

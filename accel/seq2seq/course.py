@@ -18,11 +18,13 @@ class Course(threading.local):
     """A loop that this thread is in, of known code alone, so that nothing but other threads can change the model.
 
     left: steps to come in which the model is not compared, None outside of such a loop. place: the cache of the step
-    before, and the memory that it is in. given: what its call was given; step: what that stood for.
+    before, and the memory that it is in; replayed: the kind of a step, and the key of its
+    replay. given: what its call was given; step: what that stood for.
     """
 
     left: int | None = None
     place: tuple[Any, Any] = (None, None)
+    replayed: tuple[Any, tuple | None] = (None, None)
     given: dict[str, Any]
     step: TextStep
 
@@ -55,7 +57,7 @@ class Course(threading.local):
         return self.step.after(tokens, start)
 
     def end(self) -> None:
-        self.left, self.place, self.given = None, (None, None), {}
+        self.left, self.place, self.replayed, self.given = None, (None, None), (None, None), {}
         vars(self).pop("step", None)
 
 

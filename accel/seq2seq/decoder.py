@@ -70,7 +70,6 @@ class Seq2SeqForward(DecoderStepForward):
     memory: FixedMemory
     holding: Holding | None
     used: tuple[int, float]  # by which thread, and when
-    course: Course
     hidden_texts: HiddenTexts
     beams: tuple[Callable, int]  # rows of one text, of what an encoder gave as the first says, a weak reference
     order: StreamOrder
