@@ -44,9 +44,8 @@ class GraphRunner:
 
     obstacle(module): None, or why no forward may be captured; asked again whenever the module changes. keep: also
     graphs that gain nothing. ignored, watched: see `Fingerprint`. kernel_key: of a call's leaves, equal for calls that
-    launch the same kernels; all do without it. eager_calls: of a shape, before it is captured. ranks:
-    compute each call together, so each runs it once, and all capture and drop graphs in the same call. adapters: of
-    the module; trusting: see `AdapterBuffers.fill`.
+    launch the same kernels; all do without it. eager_calls: of a shape, before it is captured. ranks: compute each call
+    together, so each runs it once, and all capture and drop graphs in it. adapters, trusting: see `AdapterBuffers`.
     """
 
     ignored: tuple[tuple[str, str], ...] = ()
@@ -57,8 +56,7 @@ class GraphRunner:
     trusting = False
 
     def __init__(self, module: nn.Module, path: str, pool: GraphPool, log: FallbackLog, obstacle: Callable, keep: bool):
-        self.module, self.path, self.pool, self.log = module, path, pool, log
-        self.obstacle, self.keep = obstacle, keep
+        self.module, self.path, self.pool, self.log, self.obstacle, self.keep = module, path, pool, log, obstacle, keep
         self.adapters = AdapterBuffers()
         self.__setstate__({})
 
@@ -71,9 +69,8 @@ class GraphRunner:
         self.entries: dict[tuple, Entry] = {}
         self.states = States()
         self.reason: str | None = None
-        self.changes = 0
+        self.changes = self.replays = 0
         self.warm: set[Hashable] = set()
-        self.replays = 0
         self.trials = Trials()
         self.pool.add(self)
 
@@ -89,8 +86,7 @@ class GraphRunner:
         """eager(*args, **kwargs), or the replay of its graph.
 
         variant: plain values that it depends on too. pending: what `begin` has launched with equal arguments, for which
-        the current stream waits. without_graph: a cheaper way than eager without a graph, which a graph has to beat.
-        looked: what `look` has just given.
+        the stream waits. without_graph: a cheaper way without one, which a graph has to beat. looked: by `look`, now.
         """
         with self.adapters.used():
             if pending is not None and self._stands(pending, variant):
@@ -203,15 +199,13 @@ class GraphRunner:
         self, args: tuple, kwargs: dict, variant: tuple = (), at_once: bool = False, key: tuple | None = None
     ) -> Replayed | None:
         """Launches the replay for a call to come, on the current stream, where there is a graph for it; else None.
-        at_once: it is read without such a call, so nobody asks whether weights were changed meanwhile. key: as of the
-        replay for a call that differs in the values of its tensors alone; args are then all that is given, and flat.
-        """
+        at_once: it is read without such a call, so nobody asks whether weights were changed meanwhile. key: of the
+        replay of one with other tensors in the same flat args."""
         leaves = list(args)
         if key is None:
             leaves, spec = pytree.tree_flatten((args, kwargs))
-            key = key_of(leaves, spec, variant)
-        if key is None:
-            return None
+            if (key := key_of(leaves, spec, variant)) is None:
+                return None
         with self.adapters.used(), self.pool.lock:
             entry, fingerprint = self._entry(key), self.fingerprint
             if entry is None or entry.graph is None or fingerprint is None or not fingerprint.reachable():
