@@ -76,13 +76,30 @@ class BeamTexts(NamedTuple):
     @classmethod
     def unpacked(cls, rules: BeamRules, packed: torch.Tensor) -> "BeamTexts":
         """Views of what `packed` has put together, but for what is bool."""
-        (texts, beams, _, room, *_), rows = rules, rules.texts * rules.beams
-        *whole, ended, hopeful, length, tokens, order, over, given, most, stops, floats = packed.split(sizes(rules))
-        ours = (one.view(texts, beams, room) for one in whole)
-        scores = floats.view(torch.float32).split([rows, rows, room, room])
-        each = (one.view(texts, beams) for one in scores[:2])
-        last = length, tokens.view(texts, beams), order.view(texts, beams), over.bool(), given, most, stops
-        return cls(*ours, ended.view(texts, beams).bool(), hopeful.bool(), *last, *each, *scores[2:])
+        texts, beams, rows = rules.texts, rules.beams, rules.texts * rules.beams
+        *numbers, floats = packed.split(sizes(rules))
+        running, running_origins, sequences, origins = (one.view(texts, beams, -1) for one in numbers[:4])
+        ended, hopeful, length, tokens, order, over, given, most, stops = numbers[4:]
+        open_scores, scores, at_end, at_best = floats.view(torch.float32).split([rows, rows, rules.room, rules.room])
+        return cls(
+            running,
+            running_origins,
+            sequences,
+            origins,
+            ended.view(texts, beams).bool(),
+            hopeful.bool(),
+            length,
+            tokens.view(texts, beams),
+            order.view(texts, beams),
+            over.bool(),
+            given,
+            most,
+            stops,
+            open_scores.view(texts, beams),
+            scores.view(texts, beams),
+            at_end,
+            at_best,
+        )
 
 
 FLOATS = 4  # fields of float32, behind the others
