@@ -260,11 +260,7 @@ def match_layer(site: Site, context: Context) -> Match | Skip | None:
     )
 
 
-MIXTURES = (
-    Rule("mixture", match_scaled_inputs),
-    Rule("experts", match_experts),
-    Rule("router", match_router),
-)
+MIXTURES = (Rule("mixture", match_scaled_inputs), Rule("experts", match_experts), Rule("router", match_router))
 RULES = (
     Rule("language model", match_decoder),
     Rule("decoder layer", match_layer),

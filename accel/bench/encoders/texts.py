@@ -88,13 +88,7 @@ def pooled(model: nn.Module, batch: Batch) -> torch.Tensor:
 
 
 def measure_encoder(
-    name: str,
-    device: torch.device,
-    count: int,
-    size: int,
-    compiled: bool,
-    budget_s: float,
-    int8: bool = False,
+    name: str, device: torch.device, count: int, size: int, compiled: bool, budget_s: float, int8: bool = False
 ) -> dict:
     """Real tokens a second of all texts, by each way in turns, and milliseconds of one query.
 

@@ -59,10 +59,7 @@ CONFIGS: dict[str, tuple[str, dict]] = {
     "phi3-mini": ("phi3", {}),
     # Three layers of four keep a state instead of keys and values.
     "qwen3.5-9b": ("qwen3_5_text", _sizes(4096, 12288, 32, 16, 4, 248320, **QWEN3_5)),
-    "qwen3.6-27b": (
-        "qwen3_5_text",
-        _sizes(5120, 17408, 64, 24, 4, 248320, linear_num_value_heads=48, **QWEN3_5),
-    ),
+    "qwen3.6-27b": ("qwen3_5_text", _sizes(5120, 17408, 64, 24, 4, 248320, linear_num_value_heads=48, **QWEN3_5)),
     "qwen3.6-35b-a3b": ("qwen3_5_moe_text", dict(max_position_embeddings=262144)),
     "nemotron-h-9b": (
         "nemotron_h",

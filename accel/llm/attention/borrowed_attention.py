@@ -15,14 +15,7 @@ from accel.comparison import agree, factor, named_factor
 from accel.llm.attention.attention import UnderstoodAttention
 from accel.llm.attention.projections import SEPARATE
 from accel.llm.attention.rotary import SmallStore, rotaries
-from accel.llm.attention.softmax_attention import (
-    BoundSoftmaxAttention,
-    Formula,
-    Parts,
-    SoftmaxSpec,
-    formulas_of,
-    told,
-)
+from accel.llm.attention.softmax_attention import BoundSoftmaxAttention, Formula, Parts, SoftmaxSpec, formulas_of, told
 from accel.llm.kv_cache.shape import Shape
 from accel.llm.parts.norm import HEADS, TURNED, HeadNorm, NormSpec, given_back, head_norm, norm_spec
 from accel.llm.parts.part import BoundHeadNorm

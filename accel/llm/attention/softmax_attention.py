@@ -306,11 +306,7 @@ def told(layer: LayerRecord, record: Record) -> tuple[dict, int | None, int | No
 
 
 def _results(
-    layer: LayerRecord,
-    options: dict,
-    window: int | None,
-    turned: Turning,
-    v: torch.Tensor,
+    layer: LayerRecord, options: dict, window: int | None, turned: Turning, v: torch.Tensor
 ) -> Iterator[tuple[dict[str, Any], torch.Tensor | None]]:
     """Scale and the like, and what attention with these gives; None for that where they are known already."""
     holders = (layer.attention, layer.layer)

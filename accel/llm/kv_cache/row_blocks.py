@@ -28,11 +28,7 @@ class RowBlocks(PagedKVCache):
     spare, halves = False, 2  # rows own all blocks, and a slot of each half
 
     def __init__(
-        self,
-        shapes: Sequence[LayerShape],
-        rows: int,
-        columns: int,
-        states: dict[StateShape, States] | None = None,
+        self, shapes: Sequence[LayerShape], rows: int, columns: int, states: dict[StateShape, States] | None = None
     ):
         super().__init__(shapes, _one_set(shapes), rows * columns, rows, columns, rows, states)
         self.rows, self.columns = rows, columns

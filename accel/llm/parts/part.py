@@ -195,12 +195,7 @@ def part_product(
 
 
 def _product(
-    kernels: Kernels,
-    weights: Weights,
-    before: NormedInput,
-    weight: Any,
-    bias: torch.Tensor | None,
-    **given: Any,
+    kernels: Kernels, weights: Weights, before: NormedInput, weight: Any, bias: torch.Tensor | None, **given: Any
 ) -> torch.Tensor:
     """The one place that says which rows go where: in 8 bits, to a weight as it lies, or to a plain one."""
     if weights.in_blocks:

@@ -24,17 +24,7 @@ from accel.quantization.formats import compressed_tensors as compressed
 from accel.saved import refuse_pickles
 
 LIBRARIES = ("torch", "transformers")
-ENDS = (
-    ".safetensors",
-    ".safetensors.index.json",
-    ".bin",
-    ".bin.index.json",
-    ".pt",
-    ".pth",
-    ".gguf",
-    ".h5",
-    ".msgpack",
-)
+ENDS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
 LAYER = re.compile(r".*?\.\d+(?=\.)")  # up to the first number, which is that of a layer
 Weights = Mapping[str, Any]  # by the name of a tensor the file that holds it
 

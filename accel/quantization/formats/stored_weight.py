@@ -31,11 +31,7 @@ from accel.quantization.formats.stored import MISPLACED, StoredWeight
 from accel.tolerances import PREQUANTIZED
 
 # Of numbers that are held as ours, by modules of ours.
-REPACKED: tuple[Callable[[Any], Repacked | str | None], ...] = (
-    read_compressed_tensors,
-    read_words,
-    read_bitsandbytes8,
-)
+REPACKED: tuple[Callable[[Any], Repacked | str | None], ...] = (read_compressed_tensors, read_words, read_bitsandbytes8)
 # Of weights that are read as they lie. They are asked at every call anew, since whoever changes a module need not tell:
 # so they only look at attributes.
 STORED: tuple[Callable[[Any], StoredWeight | str | None], ...] = (

@@ -135,11 +135,7 @@ class Lookahead(StoppingCriteriaList):
     """
 
     def __init__(
-        self,
-        criteria: StoppingCriteriaList,
-        forward: DecoderForward,
-        store: Store,
-        handover: Handover | None = None,
+        self, criteria: StoppingCriteriaList, forward: DecoderForward, store: Store, handover: Handover | None = None
     ) -> None:
         super().__init__(criteria)
         self.forward, self.store, self.handover = forward, weakref.ref(store), handover

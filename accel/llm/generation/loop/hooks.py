@@ -15,15 +15,7 @@ from accel.fusion.loop import PerThread
 from accel.libraries import generation
 from accel.libraries.attention import MASK
 from accel.libraries.cache import generating_cache, new_cache, own_cache
-from accel.libraries.generation import (
-    DECODING,
-    GRIDS,
-    PREPARE,
-    UNFINISHED,
-    GenerationMode,
-    predictable,
-    stock_methods,
-)
+from accel.libraries.generation import DECODING, GRIDS, PREPARE, UNFINISHED, GenerationMode, predictable, stock_methods
 from accel.libraries.step_inputs import prepares_as_stock
 from accel.llm.generation.calling_convention import shows_all
 from accel.llm.generation.decoder import DecoderForward
@@ -265,11 +257,7 @@ LOOPING = {
     DECODING: decoding,
     UNFINISHED: unfinished,
 }
-OF_RANKS = {
-    generation.INPUTS: inputs_of_ranks,
-    "generate": outcome_of_ranks,
-    generation.CRITERIA: criteria_of_ranks,
-}
+OF_RANKS = {generation.INPUTS: inputs_of_ranks, "generate": outcome_of_ranks, generation.CRITERIA: criteria_of_ranks}
 
 
 def generate_hooks(model: PreTrainedModel, forward: DecoderForward) -> list[Patch]:

@@ -15,13 +15,7 @@ from accel_kernels.attention.paged.kv_quantization_triton import kv_dtype_of
 from accel_kernels.attention.paged.online_softmax_triton import IN_BASE_2
 from accel_kernels.attention.paged.paged_attention_triton import sequence_of_tile
 from accel_kernels.attention.paged.split_kv import Tile, split_count
-from accel_kernels.attention.paged.store_triton import (
-    AT_LAYERS,
-    OF_EACH,
-    padding_mask_of,
-    row_of,
-    stored_at,
-)
+from accel_kernels.attention.paged.store_triton import AT_LAYERS, OF_EACH, padding_mask_of, row_of, stored_at
 from accel_kernels.attention.prefill_attention import PromptAttention
 from accel_kernels.device import Feature, has, programmatic, shared_memory, upcast
 from accel_kernels.sizes import cdiv, power_of_two

@@ -63,10 +63,7 @@ def span_scales(weight, up, block, blocks, span, n, ROWS: gl.constexpr, K: gl.co
             w, u = weight.data.to(gl.pointer_type(gl.int16)), up.data.to(gl.pointer_type(gl.int16))
             if SOURCE == "bytes":
                 place = first * 136 + unit * 34
-                return (
-                    of_either(w, u, place, inside, upper, GATE),
-                    of_either(w, u, place + 17, inside, upper, GATE),
-                )
+                return (of_either(w, u, place, inside, upper, GATE), of_either(w, u, place + 17, inside, upper, GATE))
             else:
                 place = first * 105
                 own = place + 96 + unit // 2 * 4 + unit % 2
