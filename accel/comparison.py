@@ -86,9 +86,7 @@ def factor(part: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 def named_factor(found: float, dtype: torch.dtype, holders: tuple) -> float | None:
-    """`found` as a number the model holds: 1, or a float among the attributes of `holders`, or that it divides by; None
-    for any other.
-    """
+    """`found` as a number the model holds: 1, or an attribute of `holders` or what one divides by; else None."""
     slack, held = bound(FORMULA, dtype), held_floats(holders)
     known = (1.0, *held, *(1.0 / value for value in held if value))
     return next((value for value in known if abs(found - value) <= slack * abs(value)), None)

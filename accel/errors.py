@@ -1,6 +1,4 @@
-"""Errors that users may catch, such as `accel.errors.PatchConflict`; and which errors of a trial end the call, and how
-the others are reported.
-"""
+"""Errors that users may catch, which errors of a trial end the call, and how the others are reported."""
 
 import logging
 

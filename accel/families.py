@@ -104,9 +104,7 @@ def _denoises(part: object) -> bool:
 
 
 def example_of(obj: object) -> dict:
-    """Keyword arguments of a call, of a denoiser or a text-to-image pipeline. Raises ValueError or TypeError where none
-    is known.
-    """
+    """Keyword arguments of a denoiser's or text-to-image pipeline's call. Raises ValueError or TypeError for others."""
     from accel.diffusion.inputs import denoiser_inputs, example_call
 
     return denoiser_inputs(obj) if isinstance(obj, nn.Module) else example_call(obj)

@@ -115,9 +115,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def peak_on_paper(run: Callable[[], object]) -> int:
-    """Bytes, at the peak, of what a call makes beside its arguments and weights, which need no values. As torch has it
-    call by call; what runs fused makes less.
-    """
+    """Peak bytes of what a call makes, as torch runs it op by op, without values; what is fused makes less."""
     with torch.no_grad(), _Attention(), _Living() as living:
         run()
     return living.peak

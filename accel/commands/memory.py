@@ -58,9 +58,7 @@ def plan(
 
 
 def _parts(model: str) -> "dict[str, tuple[nn.Module, float, int | None]]":
-    """The models of this name or folder, without values; the operations of a call of each, and the bytes that it needs
-    beside the weights, where its inputs are known.
-    """
+    """Models of this name or folder, without values; a call's operations, and its bytes beside weights, if known."""
     import torch
     from torch.utils._pytree import tree_map
 

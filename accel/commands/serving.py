@@ -33,9 +33,7 @@ SAMPLED = ("temperature", "top_k", "top_p")  # what stock's batching can have a 
 
 
 class OptimizedModels(ModelManager):
-    """Loads models as stock does, and optimizes each once. One that cannot be is served as it is, and a warning says
-    why.
-    """
+    """Loads models as stock does, and optimizes each once; what cannot be is served as it is, with a warning."""
 
     def __init__(self, *args: Any, options: accel.Options | None = None, **kwargs: Any) -> None:
         self._optimizing, self._options = threading.Lock(), options
@@ -111,9 +109,7 @@ class OwnSettings(Batching):
 
 
 class ServedCall(NamedTuple):
-    """What the server asks of one request. settings: for `add_request`. stops: where the manager has no such setting.
-    streaming: whether the server wants every token.
-    """
+    """One request for the server: settings of `add_request`, stops where it has no such setting, streaming or not."""
 
     config: GenerationConfig
     settings: dict[str, Any]

@@ -141,9 +141,7 @@ def each_token(model: nn.Module, index: torch.Tensor) -> Iterator[None]:
 
 
 def adapted_layers(model: Any) -> dict[str, Any]:
-    """By path, linears with adapters of which each token can have its own. Raises AdaptersNotByToken where there are
-    others.
-    """
+    """By path, linears whose adapters may differ by token. Raises AdaptersNotByToken where there are others."""
     found, head = dict[str, Any](), model.get_output_embeddings()
     for path, layer in model.named_modules():
         if BASE in layer._modules or ANOTHER in layer._modules:
@@ -158,9 +156,7 @@ def adapted_layers(model: Any) -> dict[str, Any]:
 
 
 def known_adapter(model: nn.Module, name: str) -> str:
-    """The name. Raises ValueError where no linear computes with it. `adapted_layers`, which takes as long as a step,
-    tells whether each token can have its own.
-    """
+    """The name. Raises ValueError where no linear computes with it; cheap, other than `adapted_layers`."""
     known = (one for one in model.modules() if name in (getattr(one, DOWN, None) or ()))
     if name == BASE_ROW or any(not layer.disable_adapters for layer in known):
         return name

@@ -170,9 +170,7 @@ class Entry:
 
 
 class Replayed(NamedTuple):
-    """A replay launched before the call it is for. versions: of the weights and the adapters that it read,
-    none if nobody asks.
-    """
+    """A replay launched before its call. versions: of the weights and adapters it read; empty if nobody asks."""
 
     key: tuple
     fingerprint: Fingerprint

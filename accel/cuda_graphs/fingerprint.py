@@ -1,6 +1,4 @@
-"""Whether a model is in the state in which a CUDA graph was captured. States that come back find their graphs again,
-since adapters and scales are switched back and forth.
-"""
+"""Whether a model is in the state in which a graph was captured; states that come back find their graphs again."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
@@ -214,9 +212,7 @@ class States:
         return state
 
     def follow(self, take: Callable[[], Fingerprint], apart: int) -> None:
-        """Sees the present state anew where its weights alone have moved, or other modules are left `apart`. For one
-        without graphs.
-        """
+        """Sees the present state anew where only weights moved, or other modules are `apart`. Without graphs."""
         if self.now is not None and (self.now.apart != apart or not self.now.reachable()) and self.now.holds():
             self.known = {}
             self._enter(self.number, take())

@@ -38,9 +38,7 @@ class SmallCalls(PerThread):
             self._local.unpadded = False
 
     def takes(self, given: dict[str, Any]) -> bool:
-        """Whether a call with these arguments, of a model that packs, may be one graph. Waits for the GPU where there
-        is a mask.
-        """
+        """Whether such a call, of a model that packs, may be one graph. Waits for the GPU where there is a mask."""
         tokens = next((given[name] for name in TOKENS if isinstance(given.get(name), torch.Tensor)), None)
         mask = given.get(MASK)
         if any(given.get(name) is not None for name in MASKS) or (tokens is None and mask is not None):

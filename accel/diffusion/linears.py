@@ -95,9 +95,7 @@ OUTSIDE = "stays in 16 bits: it is in no block, and embeds, modulates or project
 
 
 def transformer_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """By path, those of a diffusion transformer: lists of nothing but blocks. None of a UNet, whose lists hold resnet
-    blocks and convolutions beside them.
-    """
+    """By path, lists of nothing but blocks; none of a UNet, whose lists hold resnet blocks and convolutions too."""
     if any(isinstance(module, nn.GroupNorm) for module in model.modules()):
         return {}
     blocks = dict(innermost_blocks(model))

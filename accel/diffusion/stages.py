@@ -30,9 +30,7 @@ def denoiser_plan(model: nn.Module, context: Context) -> Plan:
 
 
 def quantize_denoiser(model: nn.Module, context: Context) -> StageResult:
-    """The weights the options name: before anything is understood or bound. Raises ValueError as `quantized` does, and
-    for NaN or Inf in a weight, as it is applied.
-    """
+    """The weights the options name, before anything is understood or bound. Raises ValueError as `quantized` does."""
     weights = context.options.weights
     if weights is None:
         return StageResult()

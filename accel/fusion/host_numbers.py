@@ -36,9 +36,7 @@ class HostNumbers(TorchFunctionMode):
 
     @classmethod
     def of_call(cls, kwargs: dict[str, Any], waits: bool = True) -> "HostNumbers":
-        """Of the integers that a call is given. waits: reads them, as the GPU has nothing to do before the call; else
-        those that were noted.
-        """
+        """Of the integers a call is given. waits: reads them, as the GPU is idle by then; else the known ones."""
         given = [one for one in kwargs.values() if type(one) is torch.Tensor and _few(one) and elsewhere(one)]
         pairs = ((one, one.cpu() if waits else on_host(one)) for one in given)
         return cls((one, host) for one, host in pairs if host is not one)

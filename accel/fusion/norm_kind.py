@@ -61,9 +61,7 @@ def norm_kind(module: nn.Module, width: int | None = None) -> NormKind | None:
 
 
 def rms_norm_kinds(module: nn.Module) -> tuple[NormKind | None, NormKind | None]:
-    """The RMSNorm that a module computes when it is called with one tensor, and with a gate beside it; found as in
-    `norm_kind`. Its groups may be several.
-    """
+    """The RMSNorms that a module computes of one tensor, and with a gate beside it, perhaps in several groups."""
     probe = _Probe.of(module, None)
     if probe is None:
         return None, None

@@ -148,9 +148,7 @@ class NormKinds(dict[tuple, tuple[NormKind | None, NormKind | None]]):
 
 
 def match_rms_norm(site: Site, context: Context) -> Match | None:
-    """A module with one weight over the last dimension that computes RMSNorm, times w or 1 + w, gated or in groups or
-    not; told by running it.
-    """
+    """A module that, when run, computes RMSNorm over the last dimension, times w or 1 + w, gated or not."""
     if type(site.module) is nn.LayerNorm or tampered(site.module) is not None:
         return None
     kinds = context.of(NormKinds).of(site.module)

@@ -166,9 +166,7 @@ class StackedLinears:
         return product(layer, before(x)) if output is None else output
 
     def versions(self) -> int | None:
-        """A sum that grows with each in-place change of a weight or bias; None where autograd does not count all
-        changes.
-        """
+        """A sum that grows with each in-place change of a weight or bias; None where autograd counts not all."""
         found = (tensor for group in self.groups for layer in group for tensor in row_tensors(base(layer)))
         held = [tensor for tensor in found if tensor is not None]
         return None if any(map(torch.Tensor.is_inference, held)) else sum(tensor._version for tensor in held)

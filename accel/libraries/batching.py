@@ -10,9 +10,7 @@ CACHED = "_cached_continuous_batching_manager"  # where a model keeps a manager 
 
 
 def steady_tokens(config: PretrainedConfig) -> int | None:
-    """Tokens up to which a text has the same rotary frequencies however long it is; None for any number. Beyond, they
-    follow the longest text of a forward.
-    """
+    """Tokens up to which a text's rotary frequencies do not depend on the longest of the batch; None for any number."""
     rotary = getattr(config.get_text_config(), "rope_parameters", None) or {}
     for one in (rotary, *(part for part in rotary.values() if isinstance(part, dict))):  # by kinds of layers
         if one.get("rope_type") == "longrope":

@@ -164,9 +164,7 @@ def pair_of(own: list[Any], cross: list[Any]) -> EncoderDecoderCache:
 
 
 def filled_layers(cache: Any) -> tuple[list[Any], list[Any]] | None:
-    """Those of a cache that hold something: of the decoder's own tokens, and of the encoder's. None for one of another
-    kind, or whose layers do not all hold both.
-    """
+    """A cache's layers that hold something, of the decoder and of the encoder; None unless all hold both."""
     if type(cache) is not EncoderDecoderCache:
         return None
     parts = cache.self_attention_cache, cache.cross_attention_cache

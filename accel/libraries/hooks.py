@@ -43,9 +43,7 @@ def is_hook(hook: object, name: str) -> bool:
 
 
 def why_elsewhere(module: nn.Module) -> str | None:
-    """Why weights are not where code finds them that reads them in the module's forward. A hook that brings the module
-    as a whole has run by then.
-    """
+    """Why weights are not where a forward that reads them finds them. A hook of the whole module has run by then."""
     hooks = ((path, hook_of(one)) for path, one in module.named_modules())
     moved = (path for path, hook in hooks if hook is not None and (path or not is_hook(hook, OFFLOADING)))
     if (path := next(moved, None)) is not None:
@@ -115,9 +113,7 @@ def casting_hook(module: nn.Module, name: str = CASTING) -> tuple[Any, Any] | No
 
 
 def only_divides(module: nn.Module, config: Any) -> bool:
-    """Whether all hooks of diffusers on a module divide sequences by this configuration. These keep no state, and their
-    work is part of the forward.
-    """
+    """Whether all hooks of diffusers on a module divide sequences by this configuration; these keep no state."""
     known = vars(sys.modules.get(DIVIDING[0], nn))
     kinds = [known[name] for name in DIVIDING[1] if name in known]
     return config is not None and all(type(one) in kinds and one.parallel_config is config for one in hooks_of(module))

@@ -47,9 +47,7 @@ def retied(model: PreTrainedModel) -> None:
 
 @contextmanager
 def entered(before: Callable[[PreTrainedModel], None], after: Callable[[PreTrainedModel], None]) -> Iterator[str]:
-    """Inside, transformers knows a quantization method by the yielded name. It calls before with the model without
-    weights, and after with the loaded one.
-    """
+    """Inside, transformers knows a quantization method by this name. before, after: of loading, with the model."""
     name = f"accel-{uuid.uuid4().hex}"
 
     class Method(QuantizationConfigMixin):

@@ -38,9 +38,7 @@ def is_seq2seq(obj: Any) -> bool:
 
 
 def generates_by_itself(obj: Any) -> bool:
-    """Whether obj is a language model, with an encoder or without, whose own forward is a step of generate(): it takes
-    a cache.
-    """
+    """Whether obj is a language model, with an encoder or not, whose forward is a step of generate(): takes a cache."""
     if not (is_causal_lm(obj) or is_seq2seq(obj)):
         return False
     from accel.libraries.cache import cache_argument

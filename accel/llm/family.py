@@ -46,9 +46,7 @@ BATCH_EAGER_CALLS = 4  # of a step size, before its graph is captured: many size
 
 
 class DecoderLayers:
-    """The layers of one model by path: the forward of each, or why it has none; and those of experts and routers in
-    them.
-    """
+    """By path, the forward of each layer or why it has none; and those of experts and routers in them."""
 
     def __init__(self) -> None:
         self.found: dict[str, LayerForward | str] = {}
@@ -90,9 +88,7 @@ def _stock(reason: str, context: Context) -> Skip:
 
 
 def _match_some(model: PreTrainedModel, context: Context, layers: dict, specs: list) -> Match | Skip:
-    """Some layers of the model fused, between others that run stock. Where they do not agree with stock, those whose
-    attention runs stock inside are left out.
-    """
+    """Some layers fused between stock ones; those with stock attention inside are left out if they do not agree."""
     answer = _tried(model, context, layers, specs)
     around = {layer.path: spec.runs_stock for layer, spec in specs if spec.runs_stock}
     if isinstance(answer, Match) or not around:

@@ -49,9 +49,7 @@ def far(wanted: list[torch.Tensor], got: list[torch.Tensor]) -> int:
 
 
 def routed(plan: Plan) -> dict[str, nn.Module]:
-    """By path, the modules that are called as a whole since they choose: of layers without one first projection; of
-    layers that are not understood what holds a stack of experts.
-    """
+    """By path, modules called as a whole: without one first projection, or with stacks of experts not understood."""
     forward = decoder_forward(plan)
     wholes = set() if forward is None else set(routed_modules(forward))
     paths = {path: module for path, module in plan.root.named_modules() if module in wholes}

@@ -53,9 +53,7 @@ def import_prequantized(model: nn.Module, context: Context) -> StageResult:
 
 
 def round_activations(model: PreTrainedModel, context: Context) -> StageResult:
-    """The quantized linears that it holds by now round their inputs, where that is asked for. Raises ValueError where
-    none could, nor would any be quantized.
-    """
+    """Quantized linears round their inputs, if asked for. Raises ValueError where none could, nor will be quantized."""
     options, found = context.options, Rounding(context.options)
     head = model.get_output_embeddings()
     found.find(model, () if head is None else set(head.modules()))  # of few rows, but for all logits

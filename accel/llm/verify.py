@@ -150,9 +150,7 @@ def _told(plan: Plan, rounds: bool) -> dict[str, str]:
 
 
 def _recorded(plan: Plan, inputs: dict, tokens: torch.Tensor) -> tuple[Logits, Logits, RoutedLayers]:
-    """The prompt, and the steps in which these tokens are written, as the model computes them now; and its layers that
-    choose experts.
-    """
+    """The prompt, and the steps that write these tokens, as the model is now; and its layers that choose experts."""
     model, layers = plan.root, RoutedLayers(plan)
     recorder = layers.recorder()
     prompt: Logits = Prompt(model)

@@ -61,9 +61,7 @@ def spans_of(index: Any, shape: tuple[int, ...]) -> tuple[Span, ...]:
 
 
 class Divided(NamedTuple):
-    """tensors: the division by the names in the files, None for what every rank holds whole. plan: styles by names of
-    layers.
-    """
+    """tensors: the division by the names in the files, None for a whole one. plan: styles by names of layers."""
 
     tensors: dict[str, Division | None]
     plan: dict[str, str]

@@ -107,9 +107,7 @@ def expert_sharding(module: nn.Module) -> Sharding | None:
 
 
 def install_sharding(module: nn.Module, quantized: nn.Module) -> None:
-    """Lets a quantized linear in the place of a module do before and after what transformers' closure has that one do,
-    whatever it is. Nothing where the module is not divided.
-    """
+    """Lets a quantized linear do around its product what transformers' closure of a divided module does."""
     held = closure_of(module)
     if held is not None:
         setattr(quantized, tensor_parallel.WITH_GRADIENTS, True)

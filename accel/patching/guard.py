@@ -296,9 +296,7 @@ def _record_with_buffers(module: nn.Module) -> PartRecord:
 
 
 def _content(buffer: torch.Tensor) -> tuple:
-    """Equal for equal content. Empty for floating-point tables, which are read in place, in any precision, and for
-    weights in fewer bits.
-    """
+    """Equal for equal content. Empty for tables of floats, which are read in place, and weights in fewer bits."""
     if buffer.is_meta or buffer.is_floating_point() or buffer.dtype in (torch.int8, torch.uint8):
         return ()
     return tuple(buffer.shape), hashlib.sha1(buffer.detach().cpu().contiguous().numpy().tobytes()).digest()

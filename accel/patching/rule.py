@@ -261,9 +261,7 @@ class Rule:
 
 
 def first_of(rules: Sequence[Rule], site: Site, context: Context) -> Match | Skip:
-    """The match of the first rule that replaces the site's forward, for a forward that goes around it; its note names
-    the rule.
-    """
+    """The match of the first rule that replaces the site's forward; its note names the rule."""
     told, patches = [], ()
     for rule in rules:
         answer = rule.answer(site, context)

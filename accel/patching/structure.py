@@ -53,9 +53,7 @@ def comes_when_called(module: nn.Module) -> bool:
 
 
 def foreign_hooks(module: nn.Module, own: type | tuple = ()) -> bool:
-    """Whether a module has hooks other than those by which transformers collects hidden states into its outputs, and
-    those of a class of our own.
-    """
+    """Whether it has hooks beside those that collect hidden states for transformers, and those of our own class."""
     hooks = (*vars(module)["_forward_hooks"].values(), *vars(module)["_forward_pre_hooks"].values())
     return not all(isinstance(hook, own) or transformers_hook(hook) for hook in hooks)
 

@@ -126,9 +126,7 @@ class WeightsPlaced(WeightsMoved):
 
 
 class PipelineTurns(WeightsMoved):
-    """Models of a pipeline come to the GPU for their turn, as stock's own model offload has it, or stay there where all
-    fit.
-    """
+    """A pipeline's models come to the GPU in turns, as under stock's model offload, or stay where all fit."""
 
     def __init__(self, pipe: Any, device: torch.device, budget: Budget):
         self.pipe, self.device, self.budget = pipe, device, budget
@@ -224,9 +222,7 @@ def check_ram(weights: Iterable[torch.Tensor]) -> None:
 
 
 def _mapped_files() -> list[int]:
-    """Addresses where a file begins and where it ends in turn, as the weights do that transformers and diffusers load
-    to the CPU; none where the system does not tell.
-    """
+    """Addresses where files begin and end in turn, as of weights that libraries map; none where unknown."""
     try:
         lines = [line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines()]
     except OSError:

@@ -160,9 +160,7 @@ class Matching:
 
 
 def choices_file(kind: str) -> Path | None:
-    """One file a kind, a GPU (or what ACCEL_CARD makes of it) and a set of versions, in `cache_folder()`; None without
-    a GPU or a home.
-    """
+    """A file for a kind, a GPU (or ACCEL_CARD) and the versions, in `cache_folder()`; None without GPU or home."""
     folder = cache_folder()
     if folder is None or not torch.cuda.is_available():
         return None

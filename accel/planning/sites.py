@@ -48,9 +48,7 @@ class LoneSites:
         return kind
 
     def _asked(self) -> bool:
-        """Whether sites are timed: not with strict, which may leave none out. On a CPU `whole_models` decides, unless
-        the model may come to a GPU.
-        """
+        """Whether sites are timed: not under strict, nor on a CPU, where `whole_models` decides if it stays there."""
         if self.options.strict or self.like is None:
             return False
         return not self.like.is_cpu or (self.options.cpu == "auto" and torch.cuda.is_available())

@@ -148,9 +148,7 @@ def _walk(obj: object) -> Iterator[tuple[str, object]]:
 
 
 def _is_whole(one: object) -> bool:
-    """Whether it is a model that is taken as a whole. One that only wraps a language model, or one with an encoder, is
-    walked, since it calls that by generate().
-    """
+    """Whether a model is taken as a whole; a mere wrapper of one with generate(), which it calls, is walked."""
     if not isinstance(one, nn.Module):
         return False
     if not is_model(one):

@@ -52,9 +52,7 @@ class RowProducts:
         norm: Norm | None = None,
         fixed: torch.Tensor | KnownColumns | None = None,
     ) -> QuantizedRows:
-        """norm(x) in 8 bits; x: (..., K). activations: a value of `Options.activations`. fixed: what `FIXED` names,
-        columns looked up as KnownColumns.
-        """
+        """norm(x) in 8 bits; x: (..., K). activations: of `Options`. fixed: of `FIXED`, columns as KnownColumns."""
         given: dict[str, Any] = {"norm": norm, "dtype": ROW_DTYPES[weight_dtype_of(activations)]}
         if activations == "int8-outliers":
             given["outliers"] = THRESHOLD

@@ -124,9 +124,7 @@ class Quantization:
     def _rounded(
         self, path: str, weight: torch.Tensor, stored: torch.Tensor, scheme: Scheme, ranks: Ranks | None = None
     ) -> tuple[Quantized, str]:
-        """A weight in fewer bits, and a note on its memory for the report; adds its record. ranks: see
-        `round_to_nearest`.
-        """
+        """A weight in fewer bits, and a note on its memory; adds its record. ranks: see `round_to_nearest`."""
         try:
             quantized = round_to_nearest(weight, scheme, ranks)
         except ValueError as error:

@@ -149,9 +149,7 @@ class QuantizedLinear(StockState, nn.Linear):
 
     @property
     def rounding(self) -> tuple[str | None, tuple | None, tuple | None]:
-        """Equal for linears that can have one input rounded once: how, by which fixed scale or columns, and the order
-        of their inputs.
-        """
+        """Equal for linears that can have one input rounded once: how, by what is fixed, in which order."""
         return self.activations, self.values.get(FIXED.get(self.activations)), self.order
 
     @property
@@ -289,9 +287,7 @@ def without_casting(
 
 
 def dequantizing(root: nn.Module) -> AbstractContextManager[None]:
-    """Inside, quantized linears multiply on this thread by torch's product with the dequantized weight, and by no
-    kernel; rows are rounded by the same formula.
-    """
+    """Inside, on this thread, quantized linears multiply by torch with dequantized weights, and by no kernel."""
     return setting(root, exact_on=threading.get_ident())
 
 

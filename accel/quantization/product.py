@@ -129,9 +129,7 @@ def order_of(linear: nn.Module) -> tuple | None:
 
 
 def deferred(linear: nn.Module, x: torch.Tensor) -> bool:
-    """Whether the bias is better added by the next pass: not on a CPU, nor where rows are rounded, where it costs
-    nothing.
-    """
+    """Whether the next pass should add the bias: not on a CPU, nor where rounded rows add it at no cost."""
     return x.is_cuda and not keeps_forward(linear) and rounds(linear, x) is None
 
 

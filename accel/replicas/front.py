@@ -52,9 +52,7 @@ class Replicas:
             self.cancel_request(name)
 
     def add_request(self, input_ids: Iterable[int], request_id: str, tokenizer: Any = None, **given: Any) -> str:
-        """Hands a request to a replica, which has the tokenizer. given: for the replica's manager. Raises ValueError
-        for an id that is under way.
-        """
+        """Hands a request to a replica, which has the tokenizer. Raises ValueError for an id that is under way."""
         if request_id in self._tasks:
             raise ValueError(f"request_id={request_id!r}: a request with this id is under way; give another id")
         if "seed" not in given:  # the same wherever it goes on

@@ -27,9 +27,7 @@ class Question(NamedTuple):
 
 
 class AnswerPart(NamedTuple):
-    """Part of an answer. tokens: those that are new. finished: nothing follows. error: why it failed, if it did.
-    longest: tokens that a request may come to, where that is known.
-    """
+    """Part of an answer: its new tokens, whether it is finished, its error; longest: tokens it may come to."""
 
     tokens: list[int]
     finished: bool

@@ -200,9 +200,7 @@ def tensors(output: Any) -> list[torch.Tensor]:
 
 
 def images_in(output: Any) -> list[torch.Tensor]:
-    """The images of a pipeline's output, or the frames of its videos, as (N, C, H, W), latents with three channels
-    among them.
-    """
+    """The images of a pipeline's output, or its videos' frames, (N, C, H, W); also latents of three channels."""
     found, named = [], next((name for name in ("images", "frames") if hasattr(output, name)), None)
     for leaf in pytree.tree_leaves(output if named is None else getattr(output, named)):
         if hasattr(leaf, "convert"):

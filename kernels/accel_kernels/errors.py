@@ -53,9 +53,7 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 def set_aside(error: BaseException) -> None:
-    """The one way to go on after an error: its traceback is logged, at the level of debugging. Raises the error where
-    the GPU has failed, or where it is for the user to decide.
-    """
+    """The one way to go on after an error, which is logged; raised where the GPU failed or the user decides."""
     if not isinstance(error, Exception) or any(words in str(error) for words in FAULTS):
         raise error
     LOG.debug("%s", error, exc_info=error)

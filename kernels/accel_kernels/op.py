@@ -56,9 +56,7 @@ def _by_name(name: str) -> "Op":
 
 
 def launcher(kernel: str) -> Callable[..., Any]:
-    """The function of "module:function", imported now: what needs triton is imported where it is used. Without triton
-    one that raises KernelRefused.
-    """
+    """The function of "module:function", imported when used; one that raises KernelRefused without triton."""
     module, function = kernel.split(":")
     try:
         return getattr(importlib.import_module(module), function)

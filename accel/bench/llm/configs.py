@@ -1,6 +1,4 @@
-"""The published configurations of the language models that are measured: model type, then what differs from its
-defaults; the tests count their parameters.
-"""
+"""Published configurations of the measured language models: model type, and what differs from its defaults."""
 
 from typing import Any
 

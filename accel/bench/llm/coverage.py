@@ -1,6 +1,4 @@
-"""Which classes of the installed transformers are fused, language models, encoders and encoder-decoders: each tiny, in
-a process of its own.
-"""
+"""Which classes of transformers are fused, each tiny and in a process of its own: decoders, encoders, both."""
 
 import multiprocessing
 import os
@@ -39,9 +37,7 @@ PRELOADED = ["torch", "transformers", "accel", "accel.llm.stages", "accel.bench.
 
 
 def find_classes(names: Iterable[str]) -> dict[str, list[str]]:
-    """Names of model classes, each with the model types that have it; of the types that have or begin with these names,
-    or of all. Raises KeyError, of names that no type begins with.
-    """
+    """Model classes with the model types that begin with these names, or all. Raises KeyError for unknown names."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     found: dict[str, list[str]] = {}
@@ -155,9 +151,7 @@ def examine(kinds: list[str]) -> Iterator[dict]:
 
 @torch.no_grad()
 def answers_of(model: Any, ids: torch.Tensor) -> dict[str, Any]:
-    """By call what the model gives, or in words what was raised instead: logits of the prompt, tokens after it, and
-    after two prompts of which one is padded.
-    """
+    """By call, logits of a prompt, tokens after it and after two padded prompts; or in words what was raised."""
     rows = torch.cat([ids, ids.roll(1, dims=1)])
     mask = torch.ones_like(rows)
     mask[1, : PROMPT // 3] = 0

@@ -127,9 +127,7 @@ def answers(model: "PreTrainedModel", prompts: list[list[int]], new: int) -> lis
 
 
 def device_map(model: "PreTrainedModel", cards: int) -> dict[str, int]:
-    """By path the number of the card: equally many layers on each, as far as they go. A head that is tied to the
-    embeddings is on their card.
-    """
+    """By path the number of the card, equally many layers on each; a tied head is on the embeddings' card."""
     from accel.llm.recording.recorder import decoder_layers
 
     stack, layers = decoder_layers(model)

@@ -150,9 +150,7 @@ def tiny_configs(kind: "type[PreTrainedModel]") -> "Iterator[PreTrainedConfig | 
 
 @dataclass(frozen=True)
 class Way:
-    """kinds: layers that are all alike by default become of all kinds that the code knows. fills: numbers that are None
-    by default get one. scale: of the widths.
-    """
+    """kinds: layers become of all kinds that the code knows. fills: numbers that are None get one. scale: of widths."""
 
     kinds: bool = False
     fills: bool = False
@@ -206,9 +204,7 @@ def shrunk(config_class: "type[PreTrainedConfig]", kind: "type[PreTrainedModel]"
 
 
 def layers_of(found: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-    """How many layers there are to be, and what is told of each of them: one or two of each kind, or the first of each
-    stretch that a number of layers is given for.
-    """
+    """How many layers there are, and what is told of each: some of each kind, or the first of each stretch."""
     types = found.get("layer_types") or found.get("layers_block_type")
     numbers = {name: value for name, value in found.items() if isinstance(value, int)}
     depth = len(types) if types else next((value for name, value in numbers.items() if DEPTH.search(name)), 0)

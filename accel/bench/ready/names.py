@@ -21,9 +21,7 @@ REQUESTS, ANSWER = 128, 64
 
 @dataclass(frozen=True)
 class NamedModel:
-    """A name, and what stands behind its plus: nothing, quantized weights, BATCH, SCRIPT, or CASE for a case of
-    `accel bench` where a language model has its name too.
-    """
+    """A name, and what stands behind its plus: nothing, quantized weights, BATCH, SCRIPT, or CASE of `accel bench`."""
 
     name: str
     way: str

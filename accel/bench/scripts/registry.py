@@ -17,9 +17,7 @@ SCRIPTS = {one.name: one for one in _scripts()}
 
 
 def find_scripts(names: list[str]) -> list[Script]:
-    """The scripts of these names, or of which they are the beginning; all without names. Raises KeyError with a name
-    that is none.
-    """
+    """Scripts whose names are, or begin with, these; all without names. Raises KeyError with an unknown one."""
     if unknown := [name for name in names if not any(one.startswith(name) for one in SCRIPTS)]:
         raise KeyError(*unknown)
     exact = {name for name in names if name in SCRIPTS}

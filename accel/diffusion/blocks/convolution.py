@@ -101,9 +101,7 @@ class DownsampleForward(FastForward):
 
 
 class UpsamplePairForward(FastForward):
-    """(N, C, H, W) -> (N, C', 2 H, 2 W): an nn.Sequential of nearest neighbor, which may go through float32, and a
-    convolution.
-    """
+    """(N, C, H, W) -> (N, C', 2 H, 2 W): nearest neighbor, which may go through float32, then a convolution."""
 
     def unfit(self, input: Any) -> str | None:
         conv = self.module[1]
@@ -141,9 +139,7 @@ def match_upsample_pair(site: Site, context: Context) -> Match | Skip | None:
 
 
 def match_resample(site: Site, context: Context) -> Match | Skip | None:
-    """One convolution beside `channels` and `out_channels`; its stride tells the direction, the probe confirms the
-    rest.
-    """
+    """One convolution beside `channels` and `out_channels`; its stride tells the direction, the probe the rest."""
     m: Any = site.module
     if not holds(m, "conv") or not hasattr(m, "use_conv") or plain(m.conv, nn.Conv2d, stored=True) is not None:
         return None

@@ -253,9 +253,7 @@ class TransformerStackForward(FastForward):
 
 
 def _kinds(blocks: Iterable[nn.Module]) -> list[nn.Module]:
-    """The first two blocks of each kind, which launch all kernels that the others do. The first block of all is
-    special: nothing is left to be added to its stream.
-    """
+    """The first two blocks of each kind launch all its kernels; the very first has nothing to add to its stream."""
     found: dict[str, list[nn.Module]] = {}
     for block in blocks:
         tensors = [(name, one.shape, one.dtype) for name, one in block.named_parameters()]

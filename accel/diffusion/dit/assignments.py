@@ -14,9 +14,7 @@ from accel.diffusion.dit.rotary_halves import EVEN, FIRST, ODD, SECOND, concaten
 
 
 def without_assignments(program: Program) -> Program:
-    """The program without assignments: two that fill an empty tensor become one join, those to some rows
-    concatenations.
-    """
+    """The program with joins and concatenations in place of assignments to an empty tensor or to some rows."""
     users, values = program.users(), program.values
     dropped: dict[int, TorchStep | None] = {}
     for place, step in enumerate(program.steps):

@@ -1,6 +1,4 @@
-"""What functions of torch compute, in the operations of a row program: each element from those at its place, or a row
-from itself.
-"""
+"""Functions of torch as operations of a row program: each element from those at its place, or a row from itself."""
 
 from typing import Any, NamedTuple
 

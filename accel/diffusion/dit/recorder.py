@@ -87,9 +87,7 @@ def _call_watched(step: Callable, layer: nn.Module, x: torch.Tensor) -> torch.Te
 
 
 class StepRecorder(TorchFunctionMode):
-    """Notes what runs inside of it. weights: by path, the tensors that are read where they lie. layers: by path, those
-    that are called.
-    """
+    """Notes what runs inside. By path, weights: tensors read where they lie; layers: modules that are called."""
 
     def __init__(self, weights: dict[str, torch.Tensor], layers: dict[str, nn.Module]):
         super().__init__()

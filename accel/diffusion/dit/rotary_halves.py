@@ -16,9 +16,7 @@ EVEN, ODD, FIRST, SECOND = "even", "odd", "first", "second"
 
 
 class RotaryHalf(NamedTuple):
-    """A value that is a half of rows: the elements named `columns` of the value `whole`; both None where it is computed
-    from other halves.
-    """
+    """Half of the rows of value `whole`: its elements `columns`; both None where computed from other halves."""
 
     row_shape: tuple[int, ...]
     columns: str | None = None

@@ -102,9 +102,7 @@ class GuidanceForward(FastForward):
         return inner(*args, **kwargs)
 
     def _agree(self, call: BatchCall, divided: list[bool] | str, ranks: Ranks) -> None:
-        """Raises `errors.Refused` on all ranks where they are about to compute different things; checked as a loop
-        begins.
-        """
+        """Raises `errors.Refused` on all ranks that are about to compute different things; asked as a loop begins."""
         tensors = [(i, leaf) for i, leaf in enumerate(call.leaves) if type(leaf) in (torch.Tensor, nn.Parameter)]
         form = [(tuple(tensor.shape), str(tensor.dtype)) for _, tensor in tensors], divided
         if not self.checks.due(form):

@@ -1,6 +1,4 @@
-"""Softmax attention as of Gemma 4: values that are normed; layers that attend to what an earlier one has stored. And
-values of fewer channels than keys, as of MiMo-V2.
-"""
+"""Softmax attention with normed values, over what an earlier layer stored (Gemma 4), or narrow values (MiMo-V2)."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace

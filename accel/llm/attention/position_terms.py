@@ -1,6 +1,4 @@
-"""What positions do besides rotating: a bias with slopes (ALiBi, Press et al. 2022), and a factor of queries for long
-texts, as of Llama 4 and Ministral 3.
-"""
+"""What positions do besides rotating: ALiBi's bias (Press et al. 2022), Llama 4's factor of queries of long texts."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,6 +1,4 @@
-"""How the outputs of projections hold queries, keys and values, by heads; and which columns of one tensor are those of
-another, seen in their numbers.
-"""
+"""How projections' outputs hold queries, keys and values, by heads; which columns of a tensor are another's."""
 
 from collections.abc import Iterator, Sequence
 from itertools import permutations

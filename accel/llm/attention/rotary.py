@@ -1,6 +1,4 @@
-"""How queries and keys become those that attention is given: normed per head, and rotated by their positions (RoPE, Su
-et al. 2021), in either order.
-"""
+"""How queries and keys are normed per head and rotated by their positions (RoPE, Su et al. 2021), in either order."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -26,9 +26,7 @@ BIASED = "padding goes through the bias of its first projection"
 
 @dataclass(frozen=True)
 class ShortConvolutionSpec(StateSpec):
-    """convolution: the name of a Conv1d; activation: behind it. order: which thirds of what the projection gives are
-    `before`, `after` and x.
-    """
+    """A Conv1d `convolution`, then `activation`. order: which thirds of a projection are `before`, `after` and x."""
 
     convolution: str
     channels: int

@@ -97,9 +97,7 @@ class InitContinuousBatching(MethodHook):
             return reason or self.tried[1]
 
     def _agreed(self, cached: ContinuousBatchingManager | None, given: dict[str, Any]) -> str | None:
-        """`refused` of all ranks that share the model, which are then to make the same manager. Raises errors.Refused
-        where they were asked for others, or one does not come.
-        """
+        """`refused` of all ranks, which then make the same manager. Raises errors.Refused where they cannot agree."""
         ranks = self.forward.ranks
         assert ranks is not None
         reason, taken, lockstep = unfit_reason(self.forward), ranks.taken, self.lockstep

@@ -59,9 +59,7 @@ class Limits:
         return -(-self.context // BLOCK)
 
     def fitted(self, shapes: Sequence[LayerShape], sets: Sequence[LayerSet]) -> "Limits":
-        """The same with rows, slots and blocks as there is room for. Raises torch.OutOfMemoryError where there is none
-        for one request, or for one block.
-        """
+        """With rows, slots and blocks as there is room. Raises torch.OutOfMemoryError where one request has none."""
         slots = self.slot_count(shapes, sets)
         rows = self.rows if slots is None else min(self.rows, max(1, int(slots / (SLOTS * self._spare))))
         fitted = replace(self, rows=rows, slots=slots)
@@ -82,9 +80,7 @@ class Limits:
         return min(*rooms.values(), int(self.rows * SLOTS * self._spare) + 1)
 
     def block_count(self, shapes: Sequence[LayerShape], sets: Sequence[LayerSet]) -> int:
-        """Blocks to allocate, block 0 included: as many as fit beside `slots`, on the device that has room for the
-        fewest. Raises torch.OutOfMemoryError where not one block fits.
-        """
+        """Blocks to allocate, block 0 included, that fit beside `slots` on each device; raises as `fitted`."""
         if self.blocks is not None:
             return self.blocks + 1
         useful, states, rooms = self._useful(sets), _slot_bytes(shapes), {}

@@ -316,9 +316,7 @@ class BatchManager(ContinuousBatchingManager):
         self._thread.cancel(request_id)
 
     def get_result(self, request_id: str | None = None, timeout: float | None = None) -> GenerationOutput | None:
-        """The next result, or the next one of this request. Waits up to `timeout` seconds for it, for ever if None; not
-        where none can come. None where there is none.
-        """
+        """The next result, or this request's. Waits up to `timeout` seconds, or as long as one may come; else None."""
         return self._results.take(request_id, timeout, lambda: self._thread.goes_on)
 
     def __iter__(self) -> Iterator[GenerationOutput]:

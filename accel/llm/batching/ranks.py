@@ -33,9 +33,7 @@ class Stop(enum.IntEnum):
 
 
 class Inbox(NamedTuple):
-    """What a loop takes in between two steps. added: requests, of which some may have failed already; cancelled: ids;
-    stop: how soon the loop is to end; pausing: whether no step may run.
-    """
+    """Taken in between two steps: requests, ids of cancelled ones, how soon to end, and whether no step may run."""
 
     added: Sequence[Request] = ()
     cancelled: Sequence[str] = ()
@@ -64,9 +62,7 @@ class OneRank:
 
 
 class AllRanks(OneRank):
-    """The threads of ranks that share a model, which meet before every step. settings: of this rank's requests, which
-    may have processors that only the rank itself can make.
-    """
+    """Threads of ranks that share a model and meet before every step. settings: of the requests of this rank."""
 
     alone = False
 

@@ -87,9 +87,7 @@ class Results:
         return lost
 
     def handle(self, request_id: str, callback: Handler, loop: asyncio.AbstractEventLoop) -> None:
-        """The callback gets the outputs of this request, those in the queue first. Raises ValueError where the request
-        is under way and has a handler already.
-        """
+        """The callback gets this request's outputs, queued ones first. Raises ValueError where it has a handler."""
         with self._changed:
             if request_id in self._handlers and request_id in self._under_way:
                 raise ValueError(
@@ -104,9 +102,7 @@ class Results:
     def take(
         self, request_id: str | None, timeout: float | None, goes_on: Callable[[], bool]
     ) -> GenerationOutput | None:
-        """The first output in the queue, or the first of this request. Waits for it up to `timeout` seconds, for ever
-        if None, as long as one may come. goes_on: whether any may.
-        """
+        """The first output, or this request's. Waits up to `timeout` seconds, for ever if None, while one may come."""
 
         def first() -> int | None:
             return next(iter(self._queue if request_id is None else self._numbers.get(request_id, ())), None)

@@ -85,9 +85,7 @@ class Sampler:
         return bool((self._flags[rows] & HOSTED).any())
 
     def flush(self) -> None:
-        """Copies the settings of requests that came since the last time, in order with what runs on the GPU. `draw`
-        does so too, but a graph that holds it cannot.
-        """
+        """Copies the settings of new requests, in order with the GPU's work; a graph that holds `draw` cannot."""
         if self._changed:
             rows = np.fromiter(self._changed, np.int64, len(self._changed))[:, None]
             wide = np.arange(WIDE).repeat(2) * 2 * self.rows + np.tile([0, 1], WIDE)
@@ -184,9 +182,7 @@ class Sampler:
                 self.warm_up(logits, ((True, False), (True, True)))
 
     def warm_up(self, logits: torch.Tensor, variants: Sequence[tuple[bool, bool]] = ((False, False),)) -> None:
-        """Launches what `draw` may need for logits like these, for nobody. To be called inside
-        `accel_kernels.warmup.warmup`. variants: whether there are filters, and top-p or min-p without top-k.
-        """
+        """Launches for nobody what `draw` may need, inside `warmup`. variants: whether filters, and a nucleus."""
         nobody = torch.full((1,), NONE, dtype=torch.int64, device=self.device)
         seen = torch.zeros(1, seen_words(self.vocabulary), dtype=torch.int32, device=self.device)
         for filters, nucleus in variants:

@@ -65,9 +65,7 @@ class Sampling(NamedTuple):
         return self.filtered and self.top_k == 0
 
     def fork(self, number: int) -> "Sampling":
-        """The same for another answer to the same prompt: a seed and processors of its own. Before the first token,
-        since processors may keep what they have seen.
-        """
+        """For another answer to the same prompt: a seed and processors of its own. Before the first token."""
         return self._replace(seed=mix_seed(self.seed ^ CHILD_SALT, number), host=copy.deepcopy(self.host))
 
 

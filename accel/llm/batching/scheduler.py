@@ -152,9 +152,7 @@ class Scheduler:
                 return rows[:fit]
 
     def _make_room(self, unread: bool) -> bool:
-        """Preempts the request that came last: it waits again, before all others, and its tokens are read anew. The
-        only one fails. Whether any request is left.
-        """
+        """Preempts the last request, which then waits before all others; the only one fails. Whether any is left."""
         if unread:
             raise TokensUnknown
         last, others = next(reversed(self.rows.requests)), len(self.rows.requests) > 1

@@ -73,9 +73,7 @@ class StepSize(NamedTuple):
 
     @classmethod
     def filled(cls, plan: StepPlan, rows: int, mixed: Sequence[int] = MIXED_SIZES) -> "StepSize | None":
-        """Of the graph that the step fits, None where there is none for so large ones. rows: that the engine has.
-        mixed: tokens of steps with prompts that there are graphs for.
-        """
+        """Of the graph that the step fits, or None. rows: of the engine. mixed: sizes of graphs with prompts."""
         tokens, decodes = len(plan.tokens), plan.decodes
         if decodes == len(plan.rows):
             fit = bucket_of(decodes)
@@ -126,9 +124,7 @@ class StepRunner:
     def launch(
         self, plan: StepPlan, tokens_of: Callable[[int], list[int]], logprobs: bool, check: bool = True
     ) -> LaunchedStep:
-        """Runs a step. tokens_of: all tokens of a row, for processors that want them. check: whether a graph is
-        replayed only if the model is still the one it was captured from. Raises what the forward does.
-        """
+        """Runs a step. tokens_of: all tokens of a row, for processors. check: replays only for the captured model."""
         filled = None if self.runner is None or plan.whole is not None else self._filled(plan)
         size = StepSize.exact(plan) if filled is None else filled
         inputs = self._inputs(plan, size)

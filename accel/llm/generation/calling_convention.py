@@ -57,9 +57,7 @@ def tokens_of(kwargs: dict, weight: torch.Tensor, alone: bool) -> torch.Tensor:
 
 
 def padding_of(mask: Any, store: Store, rows: int, tokens: int, left_padded: bool = False) -> torch.Tensor | None:
-    """The mask of a call, (rows, tokens), if it has one. left_padded: it may only hide first tokens, which waits for
-    the device. Raises Unfit for one of another form.
-    """
+    """A call's mask, (rows, tokens), if any. left_padded: it hides first tokens alone, or Unfit is raised."""
     if mask is not None and (type(mask) is not torch.Tensor or mask.shape != (rows, tokens)):
         raise Unfit("an attention mask of another form than (rows, tokens)")
     if mask is not None and store.hides_behind_first(mask):

@@ -161,9 +161,7 @@ class LayerForward(FastForward):
 
 
 class Unseen:
-    """Stands for a cache or a mask in a layer's own code: in a forward of fused layers both are made up. Raises
-    NotUnderstood where it is looked at.
-    """
+    """Stands for a cache or mask in a layer's own code, where both are made up: NotUnderstood if looked at."""
 
     def _refuse(self, *args: Any) -> Any:
         raise NotUnderstood("its layers look at the cache or a mask beside their attention")

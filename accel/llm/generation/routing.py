@@ -103,9 +103,7 @@ def repeating(choices: Choices) -> AbstractContextManager[None]:
 
 
 class RoutingHook(Here):
-    """A forward pre-hook. All are equal, so that a `Fingerprint` holds from one trial of a model to the next, and its
-    layers are not bound anew.
-    """
+    """A forward pre-hook, equal to all others, so that a `Fingerprint` holds from one trial of a model to the next."""
 
     def __eq__(self, other: object) -> bool:
         return type(other) is RoutingHook

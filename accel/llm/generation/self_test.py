@@ -170,9 +170,7 @@ def _begun(forward: DecoderForward, lengths: tuple, fill: bool) -> tuple[torch.T
 
 
 def try_partial(forward: MixedForward) -> None:
-    """Compares a forward of some layers with stock: a padded prompt and steps, and without a mask. Raises
-    NotUnderstood.
-    """
+    """Compares some layers' forward with stock, over a padded prompt, steps, and no mask. Raises NotUnderstood."""
     model = forward.module
     indexed = {layer.spec.place: layer.spec.keeps_more for layer in forward.layers}
     for place, layer in enumerate(DynamicCache(config=model.config).layers):

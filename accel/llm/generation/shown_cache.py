@@ -19,9 +19,7 @@ class HostRead(RuntimeError):
 
 
 class DeviceCount:
-    """A number on the device plus one on the host, where code wants an int: it may be added, and begin a range. Raises
-    HostRead where code asks for its value.
-    """
+    """A number on the device plus one on the host, as an int for sums and ranges; HostRead where its value is asked."""
 
     def __init__(self, held: torch.Tensor, more: int = 0):
         self.held, self.more = held, more

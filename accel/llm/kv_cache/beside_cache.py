@@ -1,6 +1,4 @@
-"""Caches of a model's own class, which keep states in a list beside their layers: seen as a cache of layers alone, and
-over a store.
-"""
+"""Caches of a model's own class that list states beside their layers: seen as layers alone, and over a store."""
 
 from collections.abc import Sequence
 from functools import lru_cache

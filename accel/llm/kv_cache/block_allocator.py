@@ -58,9 +58,7 @@ class BlockAllocator:
         return len(self.unused) + len(self.cached)
 
     def open(self, row: int, tokens: Sequence[int]) -> int:
-        """Gives a row to a request with this prompt. Returns how many of its tokens are cached: a multiple of BLOCK,
-        less than len(tokens). Evicts no block.
-        """
+        """Gives a row to a request, evicting no block. Returns how many tokens are cached: a multiple of BLOCK."""
         self._expect(row, opened=False)
         if len(tokens) > self.table.shape[2] * BLOCK:
             raise ValueError(f"{len(tokens)} tokens in a row of up to {self.table.shape[2] * BLOCK}")
@@ -196,9 +194,7 @@ class BlockAllocator:
         return copies
 
     def ends(self, tokens: Sequence[int], start: int) -> list[int]:
-        """At which lengths states of this text are worth keeping, in order: where it parts from others, and behind its
-        last full block. start: how many of its tokens are found.
-        """
+        """Lengths at which states are worth keeping: where texts part, and behind the last full block."""
         if self.states is None or not self.share:
             return []
         full = {len(self.index.known(tokens)) * BLOCK, (len(tokens) - 1) // BLOCK * BLOCK}
@@ -214,9 +210,7 @@ class BlockAllocator:
             self.states.keep(row, digests[length // BLOCK - 1])
 
     def note(self, rows: np.ndarray, lengths: np.ndarray) -> None:
-        """The same of rows whose last tokens are not known yet, where they come to the end of a block: others may find
-        their states once they are closed.
-        """
+        """The same where last tokens are not known yet: others find these states once the rows are closed."""
         if self.states is not None and self.share:
             at_ends = lengths % BLOCK == 0
             for row, length in zip(rows[at_ends].tolist(), lengths[at_ends].tolist(), strict=True):

@@ -170,9 +170,7 @@ def _fill(store: Store, cache: DynamicCache) -> None:
 
 
 def _held(layer: Any, shape: LayerShape) -> tuple[Any, Any]:
-    """All keys and values, or inputs and state, of a layer, not to be edited: a look at them makes no stock layer of
-    one of ours. None for states that are zero.
-    """
+    """A layer's keys and values, or inputs and state, only to be read; None for states that are zero."""
     if isinstance(shape, StateShape):
         if isinstance(layer, StateLayer):
             return layer.store.read_state(layer.states_at)

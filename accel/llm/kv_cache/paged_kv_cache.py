@@ -247,9 +247,7 @@ def views_by_layer(
 def states_by_layer(
     shapes: Sequence[LayerShape], kept: dict[StateShape, States], halves: int
 ) -> dict[int, tuple[torch.Tensor | None, ...]]:
-    """State and window of every layer that keeps any, and both of the other half, if there is one; each (slots, ...)
-    and contiguous.
-    """
+    """State and window of every layer that keeps any, and those of the other half, contiguous (slots, ...)."""
     taken: Counter[StateShape] = Counter()
     views: dict[int, tuple[torch.Tensor | None, ...]] = {}
     for layer, shape in enumerate(shapes):

@@ -56,9 +56,7 @@ class PrefixIndex:
             blocks.clear()
 
     def known(self, tokens: Sequence[int]) -> list[bytes]:
-        """Hashes of full blocks at the beginning of these tokens, as far as a set without window holds them; of all if
-        there is no such set. At least one token is left over.
-        """
+        """Hashes of full first blocks, as far as sets without a window hold them, or of all; a token is left over."""
         digests: list[bytes] = []
         for column in range((len(tokens) - 1) // BLOCK if self.entries else 0):
             digest = block_digest(digests[-1] if digests else b"", tokens[column * BLOCK : (column + 1) * BLOCK])

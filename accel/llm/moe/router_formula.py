@@ -140,9 +140,7 @@ class RouterNumbers:
 
 
 class RouterTrial:
-    """A twin of a router on the CPU, and what it is given. dtype: of the tokens; stored: of all that it holds, None as
-    it is. numbers: by whether they are far, see `RouterNumbers`.
-    """
+    """A router's twin on the CPU. dtype: of tokens; stored: of what it holds, or None. numbers: see `RouterNumbers`."""
 
     def __init__(
         self,

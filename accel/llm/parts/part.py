@@ -63,9 +63,7 @@ class BoundNorm:
 
 
 class Branch(NamedTuple):
-    """What a part of a layer adds to a residual: scale * post(part(h)), without post where it is None. spare: nobody
-    reads the residual behind it.
-    """
+    """Adds scale * post(part(h)) to a residual, post or none. spare: nobody reads the residual behind it."""
 
     part: Callable[..., torch.Tensor]
     h: "NormedInput"

@@ -34,9 +34,7 @@ class Step:
         return layer.computed(self, x, kwargs)
 
     def mask(self, spec: Any, kwargs: dict) -> torch.Tensor | None:
-        """Which keys an attention sees, as `paged_attention` takes it, if its layer is called with these; None for
-        those that it sees in a text.
-        """
+        """The keys that a layer called with these sees, for `paged_attention`; None for those that a text shows."""
         return None
 
     def to_tokens(self, x: torch.Tensor) -> torch.Tensor:

@@ -68,9 +68,7 @@ def same_place(found: torch.device, wanted: torch.device) -> bool:
 
 
 def moved_to(value: Any, device: torch.device) -> Any:
-    """The value with its tensors on this device, of tuples, lists and dicts too; itself where they are there. Does not
-    wait for a GPU.
-    """
+    """The value, tuples, lists and dicts too, with its tensors on this device; does not wait for a GPU."""
     if isinstance(value, torch.Tensor):
         return value if value.device == device else value.to(device, non_blocking=True)
     if type(value) is dict:

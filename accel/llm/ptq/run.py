@@ -277,9 +277,7 @@ def _put(
     originals: Originals,
     device: torch.device | None,
 ) -> list[dict]:
-    """Consumes results and chosen, so that an original is freed as soon as it is replaced. device: where decibels are
-    computed; None: where the model is.
-    """
+    """Consumes results and chosen: an original is freed once replaced. device: of decibels; None: the model's."""
     if SAVE not in vars(model):
         vars(model)[SAVE] = SaveOverride(model)
     tied = held_elsewhere(model, chosen.values())

@@ -66,9 +66,7 @@ class PositionTable(TorchDispatchMode):
 
 
 def within_tables() -> AbstractContextManager:
-    """Inside, to read behind the end of a table raises an error, and does not end the process, as it does on a GPU. For
-    calls of which it is not known whether a model takes them.
-    """
+    """Inside, reading behind a table's end raises an error, where on a GPU it would end the process."""
     return WithinTables() if torch.accelerator.is_available() else RAISING
 
 

@@ -15,9 +15,7 @@ Reach = tuple[int | None, int | None]  # to the left and to the right, each None
 
 
 def reach_of(visible: Callable[..., Any]) -> Reach | None:
-    """How far a query sees to the left and to the right by a function (row, head, query, key) -> bool, see
-    `Reach`. Raises NotUnderstood for any other view.
-    """
+    """How far a query sees to both sides by visible(row, head, query, key). Raises NotUnderstood for other views."""
     zero = torch.zeros((), dtype=torch.int64, device="cpu")
     found, whole, visible = set(), 0, of_any_length(visible)
     for query in QUERIES:

@@ -93,9 +93,7 @@ class Call:
 
 @dataclass
 class Attended:
-    """What the recording attention function was given. query: (rows, heads, tokens, D); and what it gave, output:
-    (rows, tokens, heads, D).
-    """
+    """Of the recording attention function: query (rows, heads, tokens, D), and output (rows, tokens, heads, D)."""
 
     query: torch.Tensor
     mask: torch.Tensor | None

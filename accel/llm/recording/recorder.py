@@ -187,9 +187,7 @@ class Recorder:
             yield
 
     def _bring(self, device: torch.device, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        """Does what accelerate's hook does, in its place, so that what is noted of a layer is on its own device. Masks
-        are known there too.
-        """
+        """Does what accelerate's hook does, in its place: what is noted of a layer, and masks, are on its device."""
         if self.looking:
             return None
         there = moved_to((args, kwargs), device)

@@ -37,9 +37,7 @@ def window_through(record: Record, mask: torch.Tensor | None) -> int | None:
 
 
 def window(visible: Callable[..., Any]) -> int | None:
-    """How many keys a query sees at most, itself included, or of which `Chunk`; None for all. Raises NotUnderstood for
-    any other view.
-    """
+    """Keys that a query sees at most, or of which `Chunk`; None for all. Raises NotUnderstood for other views."""
     if isinstance(visible, FunctionType) and _reads_nothing_else(visible):
         return _window_of(visible.__code__)
     return _found(of_any_length(visible))
@@ -57,9 +55,7 @@ class _Nowhere:
 
 
 def of_any_length(value: Any) -> Any:
-    """The same function on a CPU, where blocks of images and the like, of which a text has none, are asked about any
-    position.
-    """
+    """The same function on a CPU, where blocks of images, of which a text has none, may be asked of any position."""
     if isinstance(value, tuple):
         return tuple(map(of_any_length, value))
     if isinstance(value, torch.Tensor):

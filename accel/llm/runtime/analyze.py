@@ -51,9 +51,7 @@ class Analysis:
 
 
 def analyze(model: PreTrainedModel, scores: bool = False, whole: bool = False) -> Analysis:
-    """Runs the model on a few tokens and leaves it as it was. scores: see `formulas`. whole: every layer must be
-    understood; else some will do.
-    """
+    """Runs the model on a few tokens and leaves it as it was. whole: every layer must be understood, not just some."""
     found = Analysis()
     try:
         if (reason := _obstacle(model)) is not None:

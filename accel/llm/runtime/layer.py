@@ -59,9 +59,7 @@ def own_code_around(layer: LayerRecord, found: list[UnderstoodAttention]) -> Lay
 
 
 def understand_around(layer: LayerRecord, reason: str) -> LayerSpec | None:
-    """The formula of a layer around an attention that is not understood, for this reason; None where that is not
-    either.
-    """
+    """The formula of a layer around an attention that is not understood for this reason; None where neither is."""
     for alone, attention in stock_attentions(layer, reason):
         inside = set(attention.first.module.modules())
         gated = [call for call in layer.inside(layer.layer) if call.module not in inside and _gated(layer, call)]

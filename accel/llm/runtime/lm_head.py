@@ -46,9 +46,7 @@ class WeightForward(FastForward):
 
 
 class HeadForward(WeightForward):
-    """A linear layer over the last hidden states. Where ranks have divided its words, each multiplies by its rows of
-    the weight, and all get all logits.
-    """
+    """A linear layer over the last hidden states; of divided words each rank has its rows, and all get all logits."""
 
     example_rows = (1, 64)
 

@@ -235,9 +235,7 @@ def _gives(whole: Call, down: Call) -> bool:
 def _before(
     act: Call, down: Call, products: list[Call], whole: Call | None
 ) -> tuple[tuple[Call, ...], bool | None, float]:
-    """The projections between the MLP's input and what `down`, or a norm before that, takes, whether one holds both
-    gate and up, and the scale of the gate.
-    """
+    """Projections between the MLP's input and `down` or its norm, whether one holds gate and up, the gate's scale."""
     acted, taken = act.output.held, down.input.held
     held = () if whole is None else (x for x in vars(whole.module).values() if type(x) is float)
     numbers = tuple(dict.fromkeys((1.0, *held)))

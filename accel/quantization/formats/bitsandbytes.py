@@ -16,9 +16,7 @@ TOP = 127
 
 
 def read_bitsandbytes8(module: Any) -> Repacked | str | None:
-    """Linear8bitLt: int8 (N, K), and 127 times the scales in `SCB`, before its first call of the weight, then of
-    `state`.
-    """
+    """Linear8bitLt: int8 (N, K), and 127 times the scales in `SCB`, of the weight; after a call, of `state`."""
     weight = module._parameters.get("weight") if isinstance(module, nn.Linear) else None  # and no embedding
     scales = None if weight is None or weight.dtype != torch.int8 else _scales(module)
     if weight is None or scales is None:

@@ -32,9 +32,7 @@ class CacheFile:
             return {}
 
     def add(self, entries: Mapping[str, Any]) -> bool:
-        """Keeps these too, or instead of those of the same keys. Returns False where they could not be written, as on
-        a full disk: the file is then as it was.
-        """
+        """Keeps these too, over those of the same keys. False where they cannot be written: the file is as before."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with _locked(self.path.with_name(self.path.name + ".lock")):

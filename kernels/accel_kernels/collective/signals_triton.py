@@ -1,6 +1,4 @@
-"""Signals between GPUs that can write each other's memory: a cell goes from 0 to 1 when a signal is given, and back
-when it is taken. Cells are found through a table of addresses.
-"""
+"""Signals between GPUs, as cells that go from 0 to 1 and back when taken, found through a table of addresses."""
 
 import triton
 import triton.language as tl

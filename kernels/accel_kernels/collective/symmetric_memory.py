@@ -24,9 +24,7 @@ INSIDE, OUTSIDE = (2, 0, 1), (3, 4)  # places for parts: of a forward the first,
 
 
 class Shared(NamedTuple):
-    """numbers: of this rank, (count,). addresses: where those of each rank are, (ranks,) int64. handle: of torch's, by
-    which they stay there.
-    """
+    """numbers: of this rank, (count,). addresses: of each rank's, (ranks,) int64. handle: keeps them there."""
 
     numbers: torch.Tensor
     addresses: torch.Tensor

@@ -26,9 +26,7 @@ def likely_way(tokens: int, chosen: int, many: int, itemsize: int = 2) -> str:
 
 
 def possible_ways(tokens: int, chosen: int, many: int, itemsize: int = 2) -> list[str]:
-    """What is worth timing, the likely one first: its neighbors among the tiles; for few tokens each by itself; for
-    many of an expert in fewer bits, that it is written out first.
-    """
+    """What is worth timing, the likely way first, then neighboring tiles, each pair by itself, or writing out first."""
     # Of fewer bits "32" has never been the fastest.
     names, likely = [name for name in TILES if name != "32" or itemsize > 1], likely_way(tokens, chosen, many, itemsize)
     if tokens <= MOST_TIMED:

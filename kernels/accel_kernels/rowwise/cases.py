@@ -97,9 +97,7 @@ def half_rotary(width: int, dtype: torch.dtype) -> RowProgram:
 
 
 def quantized_norm(width: int, dtype: torch.dtype, kind: str = "int8") -> RowProgram:
-    """The adaptive norm of x, scale, shift; gives it, its numbers of 8 bits (kind: "int8", "fp8"), their scales and the
-    peak of each row.
-    """
+    """The adaptive norm of x, scale, shift; its numbers in 8 bits ("int8", "fp8"), scales and peaks of rows."""
     w = Writer(2, width, *(FULL,) * 3)
     y = _modulated(w, w.op("layer_norm", 0, number=1e-6, dtype=dtype), 1, 2, dtype)
     peak = w.op("peak", y)

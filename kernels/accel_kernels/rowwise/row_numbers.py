@@ -25,9 +25,7 @@ def row_scale(peak: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def row_numbers(x: torch.Tensor, peak: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The nearest numbers, in x.dtype, which is float32 or float64; see `bounded`. Those of a row without a scale mean
-    nothing.
-    """
+    """Nearest numbers in x.dtype, float32 or float64; see `bounded`. Rows without a scale mean nothing."""
     # A peak is exactly half a step beyond 127: it is set, so that no earlier rounding decides its number.
     reach = torch.full_like(peak, REACH[dtype])
     return bounded(torch.where(x.abs() == peak, reach.copysign(x), x * (reach / peak)), dtype)

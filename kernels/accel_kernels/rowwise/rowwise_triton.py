@@ -72,9 +72,7 @@ def plan_of(
     outputs: tuple[tuple[int, ...] | None, ...],
     early: bool,
 ) -> Plan:
-    """How a call is launched. inputs: shapes, strides and dtypes; outputs: strides, of those that are given. early: see
-    `Source`.
-    """
+    """How a call is launched, by shapes, strides and dtypes of inputs, strides of outputs. early: see `Source`."""
     widths = register_widths(program)
     results = tuple(
         ((*shape, lanes(widths[number], program)), dtype)

@@ -14,9 +14,7 @@ from accel_kernels.sampling.draw_triton import GROUP, LINES, LOWEST, draw_from, 
 
 
 class Listed(NamedTuple):
-    """The groups that can hold what is kept. x, place: of the first LINES groups, which stay in registers; top, scale:
-    as of `weight_of`.
-    """
+    """Groups that may hold what is kept: x, place of the first LINES, in registers; top, scale as of `weight_of`."""
 
     logits: Any
     ptr: Any

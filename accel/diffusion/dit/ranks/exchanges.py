@@ -175,9 +175,7 @@ class _Search:
         return any(self.values[made].base != base for made in self.steps[user].made)
 
     def grouped(self, found: list[_Found]) -> list[list[_Found]]:
-        """Those of one form that follow each other, with nothing sent in between, and whose sources are there before
-        the first.
-        """
+        """Those of one form that follow each other, nothing sent in between, all sources there before the first."""
         known = {one.collective for one in found}
         others = [
             place

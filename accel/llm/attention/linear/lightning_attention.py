@@ -49,9 +49,7 @@ class LightningFormula(NamedTuple):
     rate: str
 
     def parts(self, joint: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Of (rows, tokens, N), behind the activation: q and k (rows, tokens, heads, Dk), v (.., heads, 1, Dv), and a,
-        which is zero.
-        """
+        """Of (rows, tokens, N), activated: q, k (rows, tokens, heads, Dk), v (.., heads, 1, Dv), and a, zeros."""
         sizes = self.key_dim, self.key_dim, self.value_dim
         if self.by_head:
             q, k, v = joint.unflatten(-1, (self.heads, -1)).split(sizes, dim=-1)

@@ -19,9 +19,7 @@ LENGTHS = ("max_length", "min_length", "eos_token_id", "pad_token_id")
 def agree_to_generate(
     ranks: Ranks, inputs: str, mode: GenerationMode, config: GenerationConfig, device: torch.device
 ) -> None:
-    """Raises `errors.Refused` on all ranks where inputs, decoding or random numbers differ, or a time limit is set, by
-    which each would stop by its own clock.
-    """
+    """Raises `errors.Refused` on all ranks where inputs, decoding or random numbers differ, or time is limited."""
     if config.max_time is not None:
         raise _by_a_clock(ranks, config.max_time)
     taken = "" if ranks.paused else ranks.taken  # as all tell it now, whatever comes of it meanwhile

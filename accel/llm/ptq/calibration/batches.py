@@ -60,9 +60,7 @@ def _together(found: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tens
 
 
 def windows(text: str, tokenizer: Any, tokens: int) -> list[torch.Tensor]:
-    """A long text as rows (1, tokens), the first 128 of them; what is left over at its end is a shorter one if it is
-    all there is.
-    """
+    """A long text as its first 128 rows (1, tokens); a shorter one where that is all there is."""
     ids = tokenizer(text, return_tensors="pt")["input_ids"][:, : tokens * ROWS]
     whole = ids.shape[1] // tokens * tokens
     return list(ids[:, : whole or None].split(tokens, dim=1))

@@ -37,9 +37,7 @@ def moved(value: Any, device: torch.device | None) -> Any:
 
 
 class LayerCall(NamedTuple):
-    """A layer's arguments; its hidden states are at `place`. kept: the tokens that count, (rows * tokens,) bool: those
-    that are no padding; None for all.
-    """
+    """A layer's arguments; its hidden states are at `place`. kept: (rows * tokens,) bool, no padding; None for all."""
 
     args: tuple
     kwargs: dict
@@ -61,9 +59,7 @@ class LayerCall(NamedTuple):
         return LayerCall(moved(self.args, device), moved(self.kwargs, device), self.place, moved(self.kept, device))
 
     def rows(self, tensor: Tensor) -> Tensor:
-        """(tokens that count, channels) of a tensor (..., channels), each in (copies, rows, tokens, channels); all
-        where its rows are not the call's tokens.
-        """
+        """(tokens that count, channels) of a tensor (..., channels); all rows where they are not the call's tokens."""
         if self.kept is not None:
             each = tensor.flatten(1, 2) if tensor.dim() == 4 else tensor.flatten(0, -2)
             tensor = each[..., self.kept, :] if each.shape[-2] == len(self.kept) else tensor

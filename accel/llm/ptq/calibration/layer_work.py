@@ -37,9 +37,7 @@ def rounded_by_tensor(x: Tensor, scale: Tensor | None = None) -> Tensor:
 def rounding_inputs(
     modules: Iterable[nn.Module], scales: Mapping[nn.Module, Tensor] | None = None
 ) -> AbstractContextManager[None]:
-    """Inside, these linears are called with their input rounded by token; where scales are given by tensor, by a
-    linear's own where it has one among them.
-    """
+    """Inside, inputs of these linears are rounded by token; with scales by tensor, by a linear's own if there."""
 
     def rounded(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         by: Callable[[Tensor], Tensor] = rounded_by_token
@@ -183,9 +181,7 @@ def outputs(
     rounding: Mapping[str, nn.Module] = {},
     scales: Mapping[str, Tensor] | None = None,
 ) -> Iterator[Tensor]:
-    """What a layer gives, call by call. rounding: modules in it whose inputs are rounded to int8, by path; scales: by
-    which, see `rounding_inputs`.
-    """
+    """A layer's outputs, call by call. rounding: modules, by path, with int8 inputs; see `rounding_inputs`."""
     own = None if scales is None else {rounding[path]: scale for path, scale in scales.items() if path in rounding}
     with resting(layer), rounding_inputs(rounding.values(), own):
         for call in calls:

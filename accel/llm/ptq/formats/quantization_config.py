@@ -35,9 +35,7 @@ class Group:
     activations: Mapping
 
     def contradicts(self, weight: Quantized, scales: torch.Tensor, ordered: bool) -> str | None:
-        """What it says of a weight and what the tensors are, where that differs. scales: as in the file; ordered:
-        whether the file holds an order of columns.
-        """
+        """How a weight contradicts it, if it does. scales: as in the file; ordered: the file orders columns."""
         columns, found = weight.shape[1], 1 if scales.numel() == 1 else scales.shape[-1]
         size = {"tensor": columns, "channel": columns}.get(self.strategy, self.size)
         held = "float" if weight.data.is_floating_point() else "int"

@@ -86,9 +86,7 @@ def beside(q: torch.Tensor, gate: bool | int) -> tuple[torch.Tensor, torch.Tenso
 def _attention_case(numbers, rows, stored, new, heads, kv_heads, dim, *, rotary=None, block=16, room=None,
                    padding_mask=False, hole=1, shuffled=False, qk_norm=False, kv_dtype=None, last=None,
                    gate=False, borrowed=False, **more):  # fmt: skip
-    """Rows of `stored` tokens each, and `new` more. hole: a token of the first row that a padding mask hides. borrowed:
-    the store has the new ones already.
-    """
+    """Rows of `stored` tokens and `new` more. hole: a hidden token of the first row. borrowed: new ones are stored."""
     columns = -(-(room or stored + new + more.get("skipped", 0)) // block)
     kv = numbers.store(rows, columns, block, kv_heads, dim, shuffled, kv_dtype)
     kv = numbers.filled(kv, stored, new, padding_mask, hole, last)

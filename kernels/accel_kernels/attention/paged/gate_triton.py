@@ -1,6 +1,4 @@
-"""What attention gives times sigmoid(gate) or softplus(gate): where it is written, or in a pass of its own; rounded as
-by torch.
-"""
+"""What attention gives times sigmoid(gate) or softplus(gate), as it is written or in a pass; rounded as by torch."""
 
 from typing import NamedTuple
 

@@ -10,9 +10,7 @@ from accel_kernels.op import FLOATS, dtype_reason, make_op, random_cases
 
 
 def reference(weight, dtype):
-    """weight: `Quantized` or `BlockWeight` (N, K). Returns (N, K) in dtype, rounded once from float32; of blocks equal
-    to the library's own to the bit.
-    """
+    """A `Quantized` or `BlockWeight` (N, K) in dtype, rounded once; blocks equal the library's own to the bit."""
     return weight.dequantized(dtype)
 
 

@@ -78,9 +78,7 @@ def _product_of_bytes(h: torch.Tensor, weight: Quantized, bias: torch.Tensor | N
 
 
 def _placed(tensor: torch.Tensor, step: int) -> torch.Tensor:
-    """The tensor aligned to `step` bytes: a copy where it is not, as of a file mapped into memory. So results do not
-    depend on where a weight lies.
-    """
+    """Aligned to `step` bytes, a copy where it is not: results do not depend on where a weight lies."""
     return tensor.clone() if tensor.data_ptr() % step else tensor
 
 
