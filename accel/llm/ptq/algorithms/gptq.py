@@ -40,7 +40,7 @@ class Hessian:
         self.mean.addmm_(rows.t(), rows, alpha=1 / self.tokens)
 
 
-def quantize_layer(work: LayerWork, ordered: bool = False) -> None:
+def quantize_layer(work: LayerWork) -> None:
     """All linears of a layer, those first that are called first: the later ones see the rounding of the earlier.
 
     A linear that was given no token of the calibration is rounded to nearest, with a note.
@@ -50,63 +50,52 @@ def quantize_layer(work: LayerWork, ordered: bool = False) -> None:
         work.observe({stage[0]: hessian})
         if hessian.mean is not None:
             weights = [weight_matrix(work.linears[path]) for path in stage]
-            for path, found in zip(stage, gptq(weights, hessian.mean, work.scheme, ordered), strict=True):
+            for path, found in zip(stage, gptq(weights, hessian.mean, work.scheme), strict=True):
                 work.keep(path, found)
     work.round_rest()
 
 
-def gptq(weights: Sequence[Tensor], hessian: Tensor, scheme: Scheme, ordered: bool = False) -> list[Quantized]:
+def gptq(weights: Sequence[Tensor], hessian: Tensor, scheme: Scheme) -> list[Quantized]:
     """Of weights (N, K) of a floating dtype that are given the same inputs. Scales' dtype as of `round_to_nearest`.
 
-    hessian: (K, K) float32, see `Hessian`; written over, since nothing else takes as much memory.
-    ordered: columns of large inputs first ("activation order"), by the scales of the weight as it was; otherwise the
-    scales of a group are taken when its turn comes, of what the errors before it have made of it.
-    Raises ValueError for NaN or Inf in a weight, or for a K that does not fit the scheme.
+    hessian: (K, K) float32, see `Hessian`; written over, since nothing else takes as much memory. The scales of a group
+    are taken when its turn comes, of what the errors before it have made of it. Raises ValueError for NaN or Inf in a
+    weight, or for a K that does not fit the scheme.
     """
     dtypes = [round_to_nearest(weight, scheme).scales.dtype for weight in weights]  # which raises as well
-    order = hessian.diagonal().argsort(descending=True, stable=True) if ordered else None
-    upper = _inverse_root(hessian if order is None else hessian[order][:, order])
+    upper = _inverse_root(hessian)
     found: list[Quantized] = []
     for dtype, alike in groupby(zip(weights, dtypes, strict=True), key=itemgetter(1)):
-        found += _rounded([weight for weight, _ in alike], upper, scheme, order, dtype)
+        found += _rounded([weight for weight, _ in alike], upper, scheme, dtype)
     return found
 
 
-def _rounded(
-    weights: list[Tensor], upper: Tensor, scheme: Scheme, order: Tensor | None, dtype: torch.dtype
-) -> list[Quantized]:
+def _rounded(weights: list[Tensor], upper: Tensor, scheme: Scheme, dtype: torch.dtype) -> list[Quantized]:
     """Rows do not know of each other, so all weights go together. By itself each, where a scale of one of them turns
     out too small for float16: then that one has scales in float32.
     """
-    parts = _columns(torch.cat([weight.detach().float() for weight in weights]), upper, scheme, order, dtype)
+    parts = _columns(torch.cat([weight.detach().float() for weight in weights]), upper, scheme, dtype)
     if parts is None and len(weights) > 1:
-        return [found for weight in weights for found in _rounded([weight], upper, scheme, order, dtype)]
+        return [found for weight in weights for found in _rounded([weight], upper, scheme, dtype)]
     if parts is None:
-        return _rounded(weights, upper, scheme, order, torch.float32)
+        return _rounded(weights, upper, scheme, torch.float32)
     whole, ends = Quantized(*parts, scheme.format), list(accumulate(map(len, weights)))
     return [whole.rows(end - len(weight), end).each(Tensor.clone) for weight, end in zip(weights, ends, strict=True)]
 
 
 def _columns(
-    rest: Tensor, upper: Tensor, scheme: Scheme, order: Tensor | None, dtype: torch.dtype
+    rest: Tensor, upper: Tensor, scheme: Scheme, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor | None] | None:
     """What a `Quantized` of rest (N, K) holds, which is written over; None where a scale is too small for float16."""
     rows, columns = rest.shape
     group = scheme.group or columns
-    groups = [column // group for column in (range(columns) if order is None else order.tolist())]
     found: list[Grid] = []
-    if order is not None:
-        for part in rest.split(group, dim=1):
-            if (made := grid(part, scheme, dtype)) is None:
-                return None
-            found.append(made)
-        rest = rest[:, order]
     numbers = []
     for start in range(0, columns, COLUMNS):
         end = min(start + COLUMNS, columns)
         errors = rest.new_empty(rows, end - start)
         for column in range(start, end):
-            if groups[column] == len(found):
+            if column % group == 0:
                 # The errors of this block have not reached the columns behind it.
                 now = rest[:, column : column + group].clone()
                 if column + group > end:
@@ -114,7 +103,7 @@ def _columns(
                 if (made := grid(now, scheme, dtype)) is None:
                     return None
                 found.append(made)
-            scales, zeros = found[groups[column]]
+            scales, zeros = found[-1]
             number = nearest(rest[:, column], scales, zeros, scheme)
             value = number.float() if zeros is None else number.float() - zeros.float()
             error = (rest[:, column] - value * scales.float()) / upper[column, column]
@@ -122,11 +111,9 @@ def _columns(
             errors[:, column - start] = error
             rest[:, column + 1 : end] -= error[:, None] * upper[column, column + 1 : end]
         rest[:, end:] -= errors @ upper[start:end, end:]
-    places = range(columns) if order is None else order.argsort().tolist()
-    data = torch.stack([numbers[place] for place in places], dim=1)
     scales = torch.stack([scales for scales, _ in found], dim=1)
     zeros_of = [zeros for _, zeros in found if zeros is not None]
-    return scheme.format.pack(data), scales, torch.stack(zeros_of, dim=1) if zeros_of else None
+    return scheme.format.pack(torch.stack(numbers, dim=1)), scales, torch.stack(zeros_of, dim=1) if zeros_of else None
 
 
 def _inverse_root(hessian: Tensor) -> Tensor:

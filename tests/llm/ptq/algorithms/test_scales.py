@@ -53,11 +53,10 @@ def test_a_hessian_of_parts_is_that_of_the_whole():
         torch.testing.assert_close(hessian_of(x, parts), x.t() @ x / 37)
 
 
-@pytest.mark.parametrize("ordered", [False, True])
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
-def test_better_than_the_nearest(scheme, ordered):
+def test_better_than_the_nearest(scheme):
     x, weight = correlated(512, 256, seed=2), normal(20, 256, seed=3)
-    found, nearest = gptq(weight, hessian_of(x), scheme, ordered), round_to_nearest(weight, scheme)
+    found, nearest = gptq(weight, hessian_of(x), scheme), round_to_nearest(weight, scheme)
     kinds = [{name: (part.dtype, part.shape) for name, part in one.parts().items()} for one in (found, nearest)]
     assert kinds[0] == kinds[1]
     assert error(x, weight, found).sum() < 0.6 * error(x, weight, nearest).sum()
@@ -67,11 +66,8 @@ def test_better_than_the_nearest(scheme, ordered):
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
 def test_where_inputs_have_nothing_to_do_with_each_other_it_is_the_nearest(scheme):
     weight = normal(12, 128, seed=4)
-    for ordered in (False, True):
-        found = gptq(weight, torch.diag(torch.rand(128) + 0.1), scheme, ordered)
-        assert torch.equal(
-            found.dequantized(torch.float32), round_to_nearest(weight, scheme).dequantized(torch.float32)
-        )
+    found = gptq(weight, torch.diag(torch.rand(128) + 0.1), scheme)
+    assert torch.equal(found.dequantized(torch.float32), round_to_nearest(weight, scheme).dequantized(torch.float32))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -84,15 +80,14 @@ def test_scales_are_in_the_dtype_of_the_weight(dtype):
     assert bool(tiny.dequantized(torch.float32).isfinite().all())
 
 
-@pytest.mark.parametrize("ordered", [False, True])
-def test_weights_given_the_same_are_rounded_together_as_each_alone(ordered):
+def test_weights_given_the_same_are_rounded_together_as_each_alone():
     """One of them has scales too small for float16, which is nothing to the others."""
     x, scheme = correlated(256, 128, seed=2), Scheme.parse("int4-g32-asym")
     weights = [normal(rows, 128, seed=rows).half() * scale for rows, scale in ((12, 1.0), (8, 1e-6), (5, 1.0))]
-    together = module.gptq(weights, hessian_of(x), scheme, ordered)
+    together = module.gptq(weights, hessian_of(x), scheme)
     assert [found.scales.dtype for found in together] == [torch.float16, torch.float32, torch.float16]
     for weight, found in zip(weights, together, strict=True):
-        alone = gptq(weight, hessian_of(x), scheme, ordered)
+        alone = gptq(weight, hessian_of(x), scheme)
         assert found.data.is_contiguous() and found.shape == alone.shape == weight.shape
         off = (found.numbers() != alone.numbers()).float().mean()  # a sum in another order may move a tie
         assert off < 0.01
@@ -115,15 +110,14 @@ def test_a_scale_too_small_in_the_middle_of_a_weight_is_nothing_to_the_others():
     assert [one.scales.dtype for one in found] == [torch.float16, torch.float32]
 
 
-@pytest.mark.parametrize("ordered", [False, True])
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
-def test_one_direction_only_and_nothing_at_all(scheme, ordered):
+def test_one_direction_only_and_nothing_at_all(scheme):
     """A Hessian of rank 1, as of one token; and of rank 0."""
     x, weight = normal(1, 256, seed=2), normal(20, 256, seed=3)
-    found, nearest = gptq(weight, hessian_of(x), scheme, ordered), round_to_nearest(weight, scheme)
+    found, nearest = gptq(weight, hessian_of(x), scheme), round_to_nearest(weight, scheme)
     assert bool(found.dequantized(torch.float32).isfinite().all())
     assert error(x, weight, found).sum() < 0.1 * error(x, weight, nearest).sum()
-    nothing = gptq(weight, torch.zeros(256, 256), scheme, ordered)
+    nothing = gptq(weight, torch.zeros(256, 256), scheme)
     assert torch.equal(nothing.dequantized(torch.float32), nearest.dequantized(torch.float32))
 
 
