@@ -4,6 +4,7 @@ from collections.abc import Iterable
 
 import torch
 from torch.linalg import vector_norm
+from torch.utils import _pytree as pytree
 
 from accel.tolerances import FORMULA, SHARES, SUM_EPS, bound
 
@@ -17,6 +18,11 @@ def relative_rms(got: torch.Tensor, wanted: torch.Tensor) -> float:
         return float("inf")
     got, wanted = got.detach().flatten().double(), wanted.detach().flatten().double()
     return float(vector_norm(got - wanted) / vector_norm(wanted).clamp_min(1e-30))
+
+
+def tensor_leaves(tree: object) -> list[torch.Tensor]:
+    """The tensors in nested lists, tuples, dictionaries and outputs, in order."""
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def worst_rms(got: Iterable[torch.Tensor], wanted: Iterable[torch.Tensor]) -> float:

@@ -19,6 +19,14 @@ from rich.progress import (
 )
 
 
+def as_text(shown: Any) -> str:
+    """What a terminal would show of it, without colors."""
+    console = Console(width=120, no_color=True)
+    with console.capture() as captured:
+        console.print(shown)
+    return captured.get()
+
+
 class Stages(Progress):
     """A bar that is gone when all is done, on a terminal. Elsewhere each new description of a task is a line on the
     error stream, at once: what a program prints stays its own."""

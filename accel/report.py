@@ -154,12 +154,9 @@ class Report:
             yield table
 
     def __str__(self) -> str:
-        from rich.console import Console
+        from accel.progress import as_text
 
-        console = Console(width=120, no_color=True)
-        with console.capture() as captured:
-            console.print(self)
-        return captured.get()
+        return as_text(self)
 
 
 def _grouped(sites: list[tuple[str, str, str, str]]) -> dict[tuple[str, str, str, str], int]:

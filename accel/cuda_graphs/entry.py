@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils import _pytree as pytree
 
+from accel.comparison import tensor_leaves
 from accel.cuda_graphs.adapter_buffers import AdapterBuffers
 from accel.cuda_graphs.fingerprint import Fingerprint
 from accel.cuda_graphs.host_copies import HostCopies
@@ -178,7 +179,7 @@ class Replayed(NamedTuple):
     outputs: object
 
     def tensors(self) -> list[torch.Tensor]:
-        return [leaf for leaf in pytree.tree_leaves(self.outputs) if isinstance(leaf, torch.Tensor)]
+        return tensor_leaves(self.outputs)
 
 
 def key_of(leaves: list, spec: pytree.TreeSpec, variant: tuple) -> tuple | None:

@@ -102,12 +102,9 @@ class Quality:
         if not self.parts:
             judged = "" if self.verdict == "not judged" else f"; {self.verdict}"
             return self._apart() + judged
-        from rich.console import Console
+        from accel.progress import as_text
 
-        console = Console(width=120, no_color=True)
-        with console.capture() as captured:
-            console.print(self)
-        return captured.get().rstrip()
+        return as_text(self).rstrip()
 
     def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
         from rich.table import Table

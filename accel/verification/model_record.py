@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
-from accel.comparison import worst, worst_rms
+from accel.comparison import tensor_leaves, worst, worst_rms
 from accel.errors import reason_of
 from accel.fusion.float32_precision import convolutions_in_tf32, full_precision, products_in_tf32
 from accel.in_flight import Here
@@ -41,7 +41,7 @@ class ModelRecord:
 
     def run(self, module: nn.Module, args: tuple, kwargs: dict) -> list[torch.Tensor]:
         """What of a call is compared."""
-        return _tensors(module(*args, **kwargs))
+        return tensor_leaves(module(*args, **kwargs))
 
     def keep(self, inputs: tuple[tuple, dict], outputs: list[torch.Tensor]) -> None:
         del self.inputs[1:], self.outputs[1:]
@@ -99,7 +99,7 @@ class ModelRecord:
 
     def weights_moved_away(self) -> bool:
         """Whether its weights lie on another device than its inputs did, and nothing at its call would bring them."""
-        given = [leaf for leaf in pytree.tree_leaves(self.inputs) if isinstance(leaf, torch.Tensor) and leaf.dim()]
+        given = [leaf for leaf in tensor_leaves(self.inputs) if leaf.dim()]
         here = placement(self.module)[0]
         return bool(given) and here not in {leaf.device for leaf in given} and hook_of(self.module) is None
 
@@ -168,7 +168,7 @@ class ModelRecorder:
     def _after(self, name: str, module: nn.Module, args: tuple, output: Any) -> None:
         if self.inside != name:
             return
-        outputs = [tensor.detach().clone() for tensor in _tensors(output)]
+        outputs = [tensor.detach().clone() for tensor in tensor_leaves(output)]
         if self.inputs is not None and outputs:
             self.found[name].keep(self.inputs, outputs)
         self.inside, self.inputs = None, None
@@ -188,10 +188,6 @@ class ModelRecorder:
 
 def _cloned(values: Any) -> Any:
     return pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, values)
-
-
-def _tensors(output: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
 
 
 def _joined(calls: list[list[torch.Tensor]]) -> list[torch.Tensor]:

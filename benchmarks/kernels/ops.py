@@ -18,6 +18,7 @@ from accel_kernels.attention.backends import BACKENDS
 from torch.utils import _pytree as pytree
 
 from accel.bench.timing import seconds
+from accel.comparison import tensor_leaves
 from benchmarks.kernels.timer import time_us, times_us
 from benchmarks.study import DEVICE, TOY, Study, words
 
@@ -57,14 +58,10 @@ ATTENTION_SHAPES = {  # batch, heads, queries, keys, head dimension
 }
 
 
-def tensors(value: object) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-
-
 def traffic(value: object) -> int:
     """Bytes of all tensors; of those that begin at one address, such as latents and the values in them, the most."""
     found: dict[int, int] = {}
-    for tensor in tensors(value):
+    for tensor in tensor_leaves(value):
         found[tensor.data_ptr()] = max(tensor.nbytes, found.get(tensor.data_ptr(), 0))
     return sum(found.values())
 
@@ -82,7 +79,9 @@ def wide(value):
 
 def error(result: object, exact: object) -> float:
     """The largest of all tensors."""
-    pairs = [(a.double(), b.double()) for a, b in zip(tensors(result), tensors(exact), strict=True) if a.numel()]
+    pairs = [
+        (a.double(), b.double()) for a, b in zip(tensor_leaves(result), tensor_leaves(exact), strict=True) if a.numel()
+    ]
     return max(float((a - b).abs().nan_to_num().max() / b.abs().max().clamp_min(1e-30)) for a, b in pairs)
 
 
@@ -98,7 +97,9 @@ def op_row(op: Op, case: Case) -> dict:
     theirs, found = pytree.tree_map(lambda leaf: leaf.clone() if torch.is_tensor(leaf) else leaf, theirs), []
     first_s = seconds(lambda: found.append(op.triton(*args, **more)), DEVICE)
     row = {"error": error(found[0], exact), "torch_error": error(theirs, exact), "first_call_s": round(first_s, 3)}
-    equal = [float((a == b).float().mean()) for a, b in zip(tensors(found[0]), tensors(theirs), strict=True)]
+    equal = [
+        float((a == b).float().mean()) for a, b in zip(tensor_leaves(found[0]), tensor_leaves(theirs), strict=True)
+    ]
     row["same_to_the_bit"] = min(equal)
     if not row["error"] <= 2 * row["torch_error"] + 1e-6:
         raise ValueError(f"wrong by {row['error']:.1e}, torch by {row['torch_error']:.1e}")

@@ -5,10 +5,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from accel.bench.results import WrongResult
-from accel.comparison import first_differences
+from accel.comparison import first_differences, tensor_leaves
 from accel.in_flight import listening
 from accel.planning.targets import models_in
 from accel.tolerances import LOGITS, SEEN, UNITS, bound
@@ -38,7 +37,7 @@ def judge_outputs(stock: Any, ours: Any, dtype: torch.dtype, obj: Any, again: Ca
     """
     if is_tokens(stock):
         return _of_tokens(stock, ours, dtype, obj, again)
-    if [leaf.shape for leaf in _leaves(stock)] != [leaf.shape for leaf in _leaves(ours)]:
+    if [leaf.shape for leaf in tensor_leaves(stock)] != [leaf.shape for leaf in tensor_leaves(ours)]:
         raise WrongResult("the outputs differ in shape from stock's")
     quality = compare(stock, ours)
     if quality.stock_finite and not quality.finite:
@@ -52,10 +51,6 @@ def judge_outputs(stock: Any, ours: Any, dtype: torch.dtype, obj: Any, again: Ca
     if quality.stock_finite and not error <= allowed:
         raise WrongResult(f"relative RMS {error:.2g} from stock, more than the {allowed:.2g} that rounding explains")
     return {"relative_rms": error, "allowed": allowed, "stock_finite": quality.stock_finite}
-
-
-def _leaves(output: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
 
 
 def _of_tokens(

@@ -6,17 +6,16 @@ from itertools import permutations, product
 
 import torch
 from accel_kernels.norm.norm import ACTIVATIONS
-from torch import nn
 
 from accel.comparison import agree, is_sum
 from accel.libraries.adapters import base
+from accel.llm.attention.linear.linear_finder import multiplies
 from accel.llm.parts.activation import activation_name
 from accel.llm.parts.norm import norm_spec, normlike
 from accel.llm.parts.normed_router import understand_router
 from accel.llm.recording.record import NOTHING_STORED, Call, LayerRecord, NotUnderstood, Value, is_absent
 from accel.llm.runtime.mlp import MlpSpec
 from accel.patching.guard import plain_settings
-from accel.quantization.experts import holds_numbers
 
 
 def understand_mlp(layer: LayerRecord, others: Sequence[Call] = ()) -> tuple[MlpSpec | None, tuple[Call, ...]]:
@@ -28,9 +27,9 @@ def understand_mlp(layer: LayerRecord, others: Sequence[Call] = ()) -> tuple[Mlp
     around = {module for module in layer.layer.modules() if any(m in layer.mixers for m in module.modules())}
     around |= {call.module for call in others}
     mine = [call for call in layer.inside(layer.layer) if call.module not in around]
-    if mixer is not None and not any(_matrices(call.module) for call in mine):
+    if mixer is not None and not any(multiplies(call.module) for call in mine):
         return None, ()
-    containers = [call for call in mine if _matrices(call.module) and base(call.module)._modules]
+    containers = [call for call in mine if multiplies(call.module) and base(call.module)._modules]
     if len(containers) > 1:
         inside = {module for call in containers for module in call.module.modules()}
         several = None
@@ -63,7 +62,7 @@ def understand_mlp(layer: LayerRecord, others: Sequence[Call] = ()) -> tuple[Mlp
 def _with_residual(layer: LayerRecord, whole: Call) -> tuple[MlpSpec, tuple[Call, ...]] | None:
     """The MLP inside a module that adds its own input to what that gives."""
     for call in layer.inside(whole.module):
-        found = _formula(layer, layer.inside(call.module), call) if _matrices(call.module) else None
+        found = _formula(layer, layer.inside(call.module), call) if multiplies(call.module) else None
         if found is not None and whole.made is not None:
             x, given, total = whole.input.held, found[1][1].output.held, whole.output.held
             if x.shape == given.shape == total.shape and is_sum(x, given, 1.0, total):
@@ -105,10 +104,6 @@ def _mixture(layer: LayerRecord, whole: Call) -> MlpSpec | None:
                     chosen=(places[0], places[1]),
                 )
     return None
-
-
-def _matrices(module: nn.Module) -> bool:
-    return any(p.dim() >= 2 for p in module.parameters()) or any(map(holds_numbers, module.modules()))
 
 
 def _several(layer: LayerRecord, mine: list[Call], containers: list[Call]) -> tuple[MlpSpec, tuple[Call, ...]] | None:
@@ -172,7 +167,7 @@ def _router(call: Call, others: list[Call]) -> tuple[Call, tuple[int, ...]] | No
 
 def _formula(layer: LayerRecord, calls: list[Call], whole: Call | None) -> tuple[MlpSpec, tuple[Call, ...]] | None:
     calls = [call for call in calls if call.alone and call.made is not None]
-    products = [call for call in calls if _matrices(call.module) and call.output.held.shape[-1] > 1]
+    products = [call for call in calls if multiplies(call.module) and call.output.held.shape[-1] > 1]
     for act in calls:
         name = None if list(act.module.parameters()) else activation_name(act.module)
         for down in products if name is not None else ():

@@ -43,6 +43,15 @@ def activate_fast(x, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
+def softplus(x):
+    """log(1 + exp(x)), exact for small ones too (Kahan); x itself above 20, as torch's."""
+    e = tl.exp(tl.minimum(x, 20.0))
+    u = 1.0 + e
+    small = tl.where(u == 1.0, e, tl.log(u) * (e / (u - 1.0)))  # 1 + e rounds e, and u - 1 is what is left of it
+    return tl.where(x > 20.0, x, small)
+
+
+@triton.jit
 def sigmoid_fast(x):
     """Off by a few units in the last place of fp32."""
     return _reciprocal(1.0 + tl.exp2(-1.4426950408889634 * x))

@@ -3,16 +3,7 @@
 import triton
 import triton.language as tl
 
-from accel_kernels.elementwise.activations_triton import activate
-
-
-@triton.jit
-def softplus(x):
-    """log(1 + exp(x)), exact for small ones too; x itself above 20, as torch's."""
-    e = tl.exp(tl.minimum(x, 20.0))
-    u = 1.0 + e
-    small = tl.where(u == 1.0, e, tl.log(u) * (e / (u - 1.0)))  # 1 + e rounds e, and u - 1 is what is left of it
-    return tl.where(x > 20.0, x, small)
+from accel_kernels.elementwise.activations_triton import activate, softplus
 
 
 @triton.jit

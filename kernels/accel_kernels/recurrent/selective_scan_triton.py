@@ -4,9 +4,9 @@ import triton
 import triton.language as tl
 
 from accel_kernels.device import programmatic
+from accel_kernels.elementwise.activations_triton import softplus
 from accel_kernels.norm.norm import kernel_arguments
 from accel_kernels.recurrent.causal_convolution_triton import AT_STATE, empty_output, pools_at, rows_of, sequence_of
-from accel_kernels.recurrent.gates_triton import softplus
 from accel_kernels.recurrent.selective_scan import Widening
 from accel_kernels.sizes import cdiv, power_of_two
 from accel_kernels.warmup import launch

@@ -13,13 +13,12 @@ import torch
 from accel_kernels import Decay, RowStates, Sequences, linear_attention_prompt
 from accel_kernels.norm.norm import ACTIVATIONS
 from accel_kernels.norm.rms_norm import GATES, Gate
-from accel_kernels.recurrent.recurrence import RowSequences
 from torch import nn
 
 from accel.comparison import agree
 from accel.libraries.cache import Cache
 from accel.llm.attention.attention import StateSpec, UnderstoodAttention
-from accel.llm.attention.linear.linear_attention import BoundLinearAttention
+from accel.llm.attention.linear.linear_attention import AnySequences, BoundLinearAttention, TokenParts
 from accel.llm.attention.linear.linear_finder import multiplies
 from accel.llm.kv_cache.shape import STATE, StateShape
 from accel.llm.parts.norm import NormSpec, norm_spec, normlike
@@ -205,19 +204,12 @@ class BoundLightningAttention(BoundLinearAttention):
         parts = formula.parts(first(kernels, h, activation=formula.activation)) | {"gate": second(kernels, h)}
         return self._attended(kernels, parts, step.states(self.spec.index))
 
-    def _tokens(
-        self, kernels: Kernels, parts: dict[str, torch.Tensor], states: RowStates, sequences: Sequences | RowSequences
-    ) -> torch.Tensor:
+    def _tokens(self, kernels: Kernels, parts: TokenParts, states: RowStates, sequences: AnySequences) -> torch.Tensor:
         given = *(parts[name] for name in "qkva"), self.decay, states.state, sequences
         return self._gated(kernels, kernels.linear_attention_prompt(*given, **OPTIONS).flatten(2), parts["gate"])
 
     def _token(
-        self,
-        kernels: Kernels,
-        parts: dict[str, torch.Tensor],
-        states: RowStates,
-        sequences: Sequences | RowSequences,
-        decay: Decay,
+        self, kernels: Kernels, parts: TokenParts, states: RowStates, sequences: AnySequences, decay: Decay
     ) -> torch.Tensor:
         given = *(parts[name] for name in "qkva"), decay, states.state, sequences
         return self._gated(kernels, kernels.linear_attention_step(*given, **OPTIONS), parts["gate"])

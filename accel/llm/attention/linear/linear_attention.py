@@ -31,6 +31,9 @@ from accel.llm.parts.step import Step
 from accel.llm.recording.record import Call, LayerRecord, NotUnderstood, Record
 from accel.patching.fast_forward import Kernels
 
+TokenParts = dict[str, torch.Tensor]  # what projections give of tokens, by name
+AnySequences = Sequences | RowSequences
+
 
 @dataclass(frozen=True)
 class LinearSpec(StateSpec):
@@ -127,7 +130,7 @@ class BoundLinearAttention:
             states = states._replace(state=state, other_state=other)
         return self._attended(kernels, parts_of(self.spec.formula, joint, *seconds), states)
 
-    def _attended(self, kernels: Kernels, parts: dict[str, torch.Tensor], states: RowStates) -> torch.Tensor:
+    def _attended(self, kernels: Kernels, parts: TokenParts, states: RowStates) -> torch.Tensor:
         """(rows, new, K). parts: (rows, new, ...) each."""
         if (ragged := states.ragged) is not None:
             return self._ragged(kernels, parts, states, ragged)
@@ -138,9 +141,7 @@ class BoundLinearAttention:
         decay = self.decay if states.is_prefill else self.decay_of_steps
         return self._token(kernels, each, states, states.sequences(), decay).unsqueeze(1)
 
-    def _ragged(
-        self, kernels: Kernels, parts: dict[str, torch.Tensor], states: RowStates, ragged: Ragged
-    ) -> torch.Tensor:
+    def _ragged(self, kernels: Kernels, parts: TokenParts, states: RowStates, ragged: Ragged) -> torch.Tensor:
         """Of sequences of different lengths in one row."""
         decodes = states.decodes(ragged)
         each = {name: part[0, : decodes.number] for name, part in parts.items()}
@@ -154,9 +155,7 @@ class BoundLinearAttention:
             torch.where(decodes.slots[:, :1] < 0, tokens, found, out=tokens)
         return y
 
-    def _tokens(
-        self, kernels: Kernels, parts: dict[str, torch.Tensor], states: RowStates, sequences: Sequences | RowSequences
-    ) -> torch.Tensor:
+    def _tokens(self, kernels: Kernels, parts: TokenParts, states: RowStates, sequences: AnySequences) -> torch.Tensor:
         """(rows, tokens, K), zeros of tokens that do not count."""
         assert states.state is not None and states.window is not None
         ops = kernels.causal_convolution, kernels.linear_attention_prompt
@@ -164,12 +163,7 @@ class BoundLinearAttention:
         return self._normed(kernels, y.flatten(2), parts["gate"].flatten(2), parts["joint"].dtype)
 
     def _token(
-        self,
-        kernels: Kernels,
-        parts: dict[str, torch.Tensor],
-        states: RowStates,
-        sequences: Sequences | RowSequences,
-        decay: Decay,
+        self, kernels: Kernels, parts: TokenParts, states: RowStates, sequences: AnySequences, decay: Decay
     ) -> torch.Tensor:
         """(sequences, K), of one token of each. parts: of these tokens, without a dimension for them."""
         formula, (weight, bias, _, skip) = self.spec.formula, self.tensors

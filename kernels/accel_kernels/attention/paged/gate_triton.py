@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from accel_kernels.device import programmatic
+from accel_kernels.elementwise.activations_triton import softplus
 from accel_kernels.sizes import cdiv, power_of_two
 from accel_kernels.warmup import launch
 
@@ -35,15 +36,6 @@ def gate_of(gate: torch.Tensor | None, activation: str) -> OutputGate | None:
 
 
 @triton.jit
-def _softplus(x):
-    """log(1 + exp(x)), as exact where exp(x) is small: the rounding of 1 + exp(x) cancels (Kahan)."""
-    z = tl.exp(tl.minimum(x, 20.0))
-    u = 1.0 + z
-    small = tl.log(u) * (z / tl.where(u == 1.0, 1.0, u - 1.0))
-    return tl.where(x > 20.0, x, tl.where(u == 1.0, z, small))
-
-
-@triton.jit
 def times_gate(y, gate, token, head, d_idx, mask, element: tl.constexpr):
     """y in fp32, (M, D): of these heads of these tokens, (M,). Without a gate y itself."""
     if gate is not None:
@@ -52,7 +44,7 @@ def times_gate(y, gate, token, head, d_idx, mask, element: tl.constexpr):
         if gate.sigmoid == 1:
             x = 1.0 / (1.0 + tl.exp(-x))
         else:
-            x = _softplus(x)
+            x = softplus(x)
         y = y.to(element).to(tl.float32) * x.to(element).to(tl.float32)
     return y
 

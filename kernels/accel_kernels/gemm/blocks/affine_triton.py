@@ -3,16 +3,15 @@
 import triton
 import triton.language as tl
 
-from accel_kernels.gemm.blocks.block_places_triton import arange, block_places
+from accel_kernels.gemm.blocks.block_places_triton import block_places, piece_words
+from accel_kernels.gemm.quantized.operands.unpacking_triton import side_by_side
 
 
 @triton.jit
 def affine(weight, at, N: tl.constexpr, B: tl.constexpr):
     """(N, B) pieces -> (N, B * 32). at: of `block_places`."""
     side = weight.side
-    piece, mask = block_places(at, N, B)
-    place = piece[:, :, None] * 4 + arange(4)[None, None, :]
-    words = tl.load(weight.data.to(tl.pointer_type(tl.int32)) + place, mask=mask[:, :, None], other=0)
+    words = piece_words(weight, at, N, B)
     piece, mask = block_places(at, N, B)
     number = piece.to(tl.int32)  # an int64 takes many more instructions to divide
     row = number // side.row
@@ -22,7 +21,4 @@ def affine(weight, at, N: tl.constexpr, B: tl.constexpr):
     f = ()
     for turn in tl.static_range(8):
         f = f + (((words << (28 - 4 * turn)) >> 28).to(tl.float32),)
-    even = tl.join(tl.join(f[0], f[4]), tl.join(f[2], f[6]))
-    odd = tl.join(tl.join(f[1], f[5]), tl.join(f[3], f[7]))
-    numbers = tl.join(even, odd).reshape(N, B, 32)
-    return (numbers * scale + zero).reshape(N, B * 32)
+    return (side_by_side(f) * scale + zero).reshape(N, B * 32)

@@ -31,3 +31,11 @@ def block_places(at, N: tl.constexpr, B: tl.constexpr):
     place = (first + arange(B))[None, :]
     block = tl.minimum(row + arange(N), last).to(tl.int64)[:, None] * blocks + place
     return block, tl.broadcast_to(place < blocks, (N, B))
+
+
+@triton.jit
+def piece_words(weight, at, N: tl.constexpr, B: tl.constexpr):
+    """The four words of each of these pieces of 32 numbers of 4 bits, (N, B, 4) int32."""
+    piece, mask = block_places(at, N, B)
+    place = piece[:, :, None] * 4 + arange(4)[None, None, :]
+    return tl.load(weight.data.to(tl.pointer_type(tl.int32)) + place, mask=mask[:, :, None], other=0)

@@ -3,7 +3,8 @@
 import triton
 import triton.language as tl
 
-from accel_kernels.gemm.blocks.block_places_triton import arange, block_places
+from accel_kernels.gemm.blocks.block_places_triton import block_places, piece_words
+from accel_kernels.gemm.quantized.operands.unpacking_triton import side_by_side
 
 # As a load it would be copied to shared memory ahead of a product, number by number.
 LOOK_UP = tl.constexpr("{\n.reg .b64 at;\nmad.wide.u32 at, $1, 4, $2;\nld.global.nc.b32 $0, [at];\n}")
@@ -24,9 +25,7 @@ def _number(code_ptr, words, SHIFT: tl.constexpr, PLAIN: tl.constexpr):
 def codebook(weight, at, N: tl.constexpr, B: tl.constexpr, PLAIN: tl.constexpr):
     """(N, B) pieces -> (N, B * 32). at: of `block_places`. PLAIN: without PTX, for the interpreter."""
     side = weight.side
-    piece, mask = block_places(at, N, B)
-    place = piece[:, :, None] * 4 + arange(4)[None, None, :]
-    words = tl.load(weight.data.to(tl.pointer_type(tl.int32)) + place, mask=mask[:, :, None], other=0)
+    words = piece_words(weight, at, N, B)
     piece, mask = block_places(at, N, B)
     group = piece >> side.shift
     if side.code2 is not None:
@@ -38,7 +37,4 @@ def codebook(weight, at, N: tl.constexpr, B: tl.constexpr, PLAIN: tl.constexpr):
     f = ()
     for number in tl.static_range(8):  # the first of two in a byte's upper half
         f = f + (_number(side.code, words, number * 4 + 4 - number % 2 * 8, PLAIN),)
-    even = tl.join(tl.join(f[0], f[4]), tl.join(f[2], f[6]))
-    odd = tl.join(tl.join(f[1], f[5]), tl.join(f[3], f[7]))
-    numbers = tl.join(even, odd).reshape(N, B, 32)
-    return (numbers * scale[:, :, None]).reshape(N, B * 32)
+    return (side_by_side(f) * scale[:, :, None]).reshape(N, B * 32)
