@@ -44,10 +44,7 @@ class Permit:
 
 
 class CallGate:
-    """Stands in `vars(module)["_call_impl"]` of all modules of a model while it is changed.
-
-    thread: the one that changes it; None afterwards, as in copies that were made meanwhile.
-    """
+    """Stands in `vars(module)["_call_impl"]` while a model is changed by `thread`; None afterwards, as in copies."""
 
     def __init__(self, thread: int | None = None) -> None:
         self.thread = thread

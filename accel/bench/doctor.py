@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from accel_kernels import OPS, Case, Op
 from accel_kernels.autotune import race
-from accel_kernels.device import Card, Feature, card, lacks
+from accel_kernels.device import Feature, card, lacks
 from accel_kernels.errors import KernelRefused, set_aside
 from accel_kernels.self_check import WRITTEN, difference
 from accel_kernels.tolerances import BACKEND
@@ -46,11 +46,6 @@ def diagnose(device: torch.device, at: Callable[[str], object] = lambda step: No
         at(op.name)
         rows += [examine_case(op, case, device) for case in cases_of(op)]
     return found | {"kernels": rows, "date": now()}
-
-
-def features_of(known: Card) -> dict[str, bool]:
-    """Whether it has each feature, by what a reason calls it."""
-    return {feature.value: feature in known.features for feature in Feature}
 
 
 def _seconds(run: Callable[[], object]) -> float:

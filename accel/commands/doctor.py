@@ -46,9 +46,8 @@ def doctor(
 
 
 def _tell(console: Console, found: dict[str, Any], replayed_card: Any) -> None:
-    from accel_kernels.device import Card
+    from accel_kernels.device import Card, Feature
 
-    from accel.bench.doctor import features_of
     from accel.bench.results import new_table
 
     known = replayed_card or (found["card"] and Card.of(found["card"]))
@@ -60,7 +59,7 @@ def _tell(console: Console, found: dict[str, Any], replayed_card: Any) -> None:
             f"{'as on ' if replayed_card else ''}{known.name}: compute capability {major}.{minor}, "
             f"{known.processors} multiprocessors, {known.memory / 1e9:.1f} GB, {known.shared_memory // 1024} KB shared"
         )
-        lacking = [name for name, there in features_of(known).items() if not there]
+        lacking = [feature.value for feature in Feature if feature not in known.features]
         console.print(f"lacks {', '.join(lacking)}" if lacking else "lacks nothing that kernels ask for")
     for name in ("bus_gb_s", "products_tflops"):
         for what, rate in found[name].items():

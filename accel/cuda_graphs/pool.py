@@ -119,10 +119,7 @@ class GraphPool:
             entry.graph = None
 
     def bound_outputs(self, entries: Collection[Entry], newest: Entry, device: torch.device) -> None:
-        """Drops the least recently used graphs of a runner while outputs of all take more than their share.
-
-        Outputs may be logits of hundreds of rows, in a graph for each number of rows. newest: stays.
-        """
+        """Drops a runner's least recently used graphs, but for the newest, while their outputs take too much."""
         kept = {id(entry): entry.graph.outputs_mb for entry in entries if entry.graph and entry.graph.device == device}
         for entry in sorted((entry for entry in entries if id(entry) in kept), key=lambda entry: entry.last_replay):
             if sum(kept.values()) <= OUTPUTS * self.limit_mb(device):

@@ -163,10 +163,7 @@ class GraphRunner:
             return self._renew() if now is None or not now.reachable() else now
 
     def _settle(self, entry: Entry | None, asked: dict, device: torch.device, cold: bool) -> None:
-        """Runs trials that the call has asked for: all after the very first call, else some, for a short time.
-
-        None after the first call of a shape, which includes set-up of libraries.
-        """
+        """Runs trials that were asked for: all after the very first call, none after a shape's first, else a few."""
         open_: Iterable[Hashable] = asked
         if asked and (cold or entry is None or entry.eager_calls):
             torch.cuda.current_stream(device).synchronize()  # for the call itself, which is not to count

@@ -69,10 +69,7 @@ def denoiser_inputs(model: Any, batch: int | None = None, size: int | None = Non
 
 
 def example_call(pipe: Any) -> dict:
-    """Keyword arguments with which a pipeline draws from a text, or from nothing, in a few steps.
-
-    Raises ValueError for a pipeline that needs more than that, such as an image.
-    """
+    """Arguments with which a pipeline draws from a text, or nothing, in a few steps. Raises ValueError for others."""
     known = inspect.signature(type(pipe).__call__).parameters if callable(pipe) else {}
     asks = [name for name in known if name.rpartition("_")[2] in ("image", "images", "video", "audio")]
     asks = [name for name in asks if not name.startswith("ip_adapter")]

@@ -36,10 +36,7 @@ class DenoiserLinears(NamedTuple):
 
 
 def denoiser_linears(model: nn.Module, scheme: Scheme) -> DenoiserLinears:
-    """The linear layers inside the model's parts, but not its direct children.
-
-    See `sensitive_linears` for those that are kept.
-    """
+    """The linear layers inside the model's parts, but not its direct children; see `sensitive_linears`."""
     chosen, skipped, kept = {}, {}, {}
     sensitive = sensitive_linears(model)
     for path, module in base_modules(model, "", set()):

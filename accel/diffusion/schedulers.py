@@ -86,10 +86,7 @@ class HostSchedule(PartlyCopied):
 
 
 class SchedulerCall(InstanceMethod):
-    """Callable that stands in `vars(scheduler)[name]`.
-
-    A module-level class holding its scheduler: pickle and deepcopy rebind it to the copy.
-    """
+    """Stands in `vars(scheduler)[name]`: of a module-level class, so that pickle and deepcopy rebind it to copies."""
 
     def __init__(self, scheduler: Any, name: str):
         self.scheduler, self.name = scheduler, name

@@ -6,7 +6,7 @@ from typing import Any, TypeGuard
 import torch
 import torch.nn.functional as F
 from accel_kernels.image.frames import frames_last
-from torch import nn
+from torch import Tensor, nn
 
 from accel.fusion.float32_precision import convolutions_in_tf32, products_in_tf32
 from accel.fusion.tensor_notes import TensorNotes
@@ -18,7 +18,7 @@ from accel.patching.structure import pointwise
 from accel.quantization.product import keeps_forward, product
 
 
-def nhwc(x: torch.Tensor) -> torch.Tensor:
+def nhwc(x: Tensor) -> Tensor:
     """x: (N, C, H, W) in channels-last memory on a GPU, free where it already is; on a CPU as it comes.
 
     Torch's own group norm over channels-last images on a CPU is wrong far from zero, and stock code may be next.
@@ -26,48 +26,46 @@ def nhwc(x: torch.Tensor) -> torch.Tensor:
     return x.contiguous(memory_format=torch.channels_last) if x.is_cuda else x
 
 
-def ndhwc(x: torch.Tensor) -> torch.Tensor:
+def ndhwc(x: Tensor) -> Tensor:
     """x: (N, C, T, H, W), each sample channels-last on a GPU, free where it already is; on a CPU as it comes."""
     return x if not x.is_cuda or frames_last(x) else x.contiguous(memory_format=torch.channels_last_3d)
 
 
-def as_one_image(x: torch.Tensor) -> torch.Tensor:
+def as_one_image(x: Tensor) -> Tensor:
     """Frames, (N, C, T, H, W), as (N, C, T * H, W), a view of frames that lie together; an image as it comes."""
     return x.flatten(2, 3) if x.dim() == 5 else x
 
 
-def sum_frames(
-    kernels: Kernels, x: torch.Tensor, residual: torch.Tensor | None, bias: torch.Tensor | None
-) -> torch.Tensor:
+def sum_frames(kernels: Kernels, x: Tensor, residual: Tensor | None, bias: Tensor | None) -> Tensor:
     """(N, C, T, H, W): x + residual + bias[c], the channel stats of the sum kept."""
     images = [None if one is None else as_one_image(ndhwc(one)) for one in (x, residual)]
     y, channel_stats = kernels.image_sum(*images, bias)
     return keep_channel_stats((y.unflatten(2, x.shape[2:4]), channel_stats))
 
 
-def as_rows(x: torch.Tensor) -> torch.Tensor:
+def as_rows(x: Tensor) -> Tensor:
     """(N, C, H, W) as (N, H * W, C); a view of a channels-last image, a copy of another."""
     n, c, h, w = x.shape
     return x.permute(0, 2, 3, 1).reshape(n, h * w, c)
 
 
-def as_image(rows: torch.Tensor, height: int, width: int) -> torch.Tensor:
+def as_image(rows: Tensor, height: int, width: int) -> Tensor:
     """(N, H * W, C) seen as (N, C, H, W) channels-last; a view."""
     return rows.reshape(rows.shape[0], height, width, rows.shape[-1]).permute(0, 3, 1, 2)
 
 
-def as_image_like(rows: torch.Tensor, image: torch.Tensor) -> torch.Tensor:
+def as_image_like(rows: Tensor, image: Tensor) -> Tensor:
     """(N, H * W, C) as (N, C, H, W) of the size of this image and in its layout; a view where that is channels-last."""
     made = as_image(rows, *image.shape[2:])
     return made if channels_last(image) else made.contiguous()
 
 
-def channels_last(image: torch.Tensor) -> bool:
+def channels_last(image: Tensor) -> bool:
     """Whether it has this layout."""
     return image.is_contiguous(memory_format=torch.channels_last)
 
 
-def keep_channel_stats(result: tuple[torch.Tensor, torch.Tensor | None]) -> torch.Tensor:
+def keep_channel_stats(result: tuple[Tensor, Tensor | None]) -> Tensor:
     """The image of an op that returns (image, channel stats); the stats are noted on the image until it changes."""
     image, channel_stats = result
     if channel_stats is not None and not image.is_inference():  # an inference tensor does not tell when it changes
@@ -75,15 +73,13 @@ def keep_channel_stats(result: tuple[torch.Tensor, torch.Tensor | None]) -> torc
     return image
 
 
-def channel_stats_of(x: torch.Tensor) -> Any:
+def channel_stats_of(x: Tensor) -> Any:
     """The stats of the pass that wrote x; None where they are not known, or x has changed since."""
     notes = TensorNotes.valid(x)
     return None if notes is None else notes.channel_stats
 
 
-def normalize(
-    kernels: Kernels, x: torch.Tensor, norm: nn.GroupNorm, eps: float | None = None, **more: Any
-) -> torch.Tensor:
+def normalize(kernels: Kernels, x: Tensor, norm: nn.GroupNorm, eps: float | None = None, **more: Any) -> Tensor:
     """The fused group norm with the module's settings, and the channel stats of x where they are known.
 
     Frames, (N, C, T, H, W), are normed as one image of all their rows. eps: in the place of the module's.
@@ -97,7 +93,7 @@ def normalize(
     return y if image is x else y.unflatten(2, x.shape[2:4])
 
 
-def convolve(x: torch.Tensor, conv: Any, deferred: bool = True) -> tuple[torch.Tensor, torch.Tensor | None]:
+def convolve(x: Tensor, conv: Any, deferred: bool = True) -> tuple[Tensor, Tensor | None]:
     """The convolution and the bias that is still to be added, None where deferred is false.
 
     On CUDA, torch adds the bias in a pass of its own over the image; the next fused op can do it for nothing. On CPU
@@ -111,9 +107,7 @@ def convolve(x: torch.Tensor, conv: Any, deferred: bool = True) -> tuple[torch.T
     return y, conv.bias if deferred else None
 
 
-def project(
-    rows: torch.Tensor, image: torch.Tensor, layer: nn.Module, bias: bool = True, linear: Callable = F.linear
-) -> torch.Tensor:
+def project(rows: Tensor, image: Tensor, layer: nn.Module, bias: bool = True, linear: Callable = F.linear) -> Tensor:
     """A linear layer, or a 1x1 convolution taken as one, over (..., C), the rows of an image of these sizes."""
     if keeps_forward(layer) and isinstance(base(layer), nn.Conv2d):
         return as_rows(nhwc(layer(as_image_like(rows, image))))
@@ -122,12 +116,12 @@ def project(
     return product(layer, rows, bias, linear)
 
 
-def coarser_as_convolution(x: torch.Tensor) -> bool:
+def coarser_as_convolution(x: Tensor) -> bool:
     """Whether torch rounds float32 to TF32 in convolutions alone; products are exact then, and several times slower."""
     return x.is_cuda and x.dtype is torch.float32 and convolutions_in_tf32() and not products_in_tf32()
 
 
-def project_image(x: torch.Tensor, conv: nn.Conv2d, linear: Callable = F.linear) -> torch.Tensor:
+def project_image(x: Tensor, conv: nn.Conv2d, linear: Callable = F.linear) -> Tensor:
     """A 1x1 convolution over a channels-last image, as a matrix product, unless stock's may be in TF32 and that not."""
     if keeps_forward(conv):
         return conv(x)
@@ -159,7 +153,7 @@ class ChannelsLast:
         self.on_gpu = False
 
     @staticmethod
-    def lies_on_gpu(weight: torch.Tensor) -> bool:
+    def lies_on_gpu(weight: Tensor) -> bool:
         return weight.is_cuda
 
     def follow(self, device: torch.device) -> None:
@@ -193,6 +187,6 @@ class ChannelsLast:
         self.strides, self.on_gpu = {}, False
 
 
-def copy_with_strides(data: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+def copy_with_strides(data: Tensor, strides: tuple[int, ...]) -> Tensor:
     """A copy that lies in memory so."""
     return torch.empty_strided(data.shape, strides, dtype=data.dtype, device=data.device).copy_(data)

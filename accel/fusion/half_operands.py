@@ -7,7 +7,7 @@ size, and in float16.
 
 import torch
 from accel_kernels.image.half_operands import GAIN, SCALE, halved
-from torch import nn
+from torch import Tensor, nn
 
 from accel.fusion.channels_last import keep_channel_stats, normalize
 from accel.fusion.float32_precision import convolutions_in_tf32
@@ -16,10 +16,7 @@ from accel.patching.rule import Context, Site
 
 
 class HalfOperands:
-    """Whether the convolutions of one model run so: those below a module whose output is checked for overflow.
-
-    The check switches it off for good at the first overflow.
-    """
+    """Whether a model's convolutions run so: the check for overflow switches it off for good at the first one."""
 
     def __init__(self) -> None:
         self.on, self.path = False, "."
@@ -43,14 +40,12 @@ class HalfOperands:
     def state(self) -> tuple[bool]:
         return (self.on,)
 
-    def takes(self, x: torch.Tensor) -> bool:
+    def takes(self, x: Tensor) -> bool:
         """Whether stock's convolution would round x to TF32, and this is to be done."""
         return self.on and x.dtype is torch.float32 and x.is_cuda and convolutions_in_tf32()
 
 
-def convolve_half(
-    kernels: Kernels, x: torch.Tensor, norm: nn.GroupNorm, conv: nn.Conv2d, **before: torch.Tensor | None
-) -> torch.Tensor:
+def convolve_half(kernels: Kernels, x: Tensor, norm: nn.GroupNorm, conv: nn.Conv2d, **before: Tensor | None) -> Tensor:
     """SCALE * conv(silu(norm(x))) without its bias, in float16. x: in float32, or what this returns, unscaled.
 
     before: shift and add, see `group_norm`.
@@ -62,8 +57,6 @@ def convolve_half(
     return conv._conv_forward(y, halved(conv.weight), None)
 
 
-def end_in_float32(
-    kernels: Kernels, x: torch.Tensor, residual: torch.Tensor, bias: torch.Tensor | None, scale: float
-) -> torch.Tensor:
+def end_in_float32(kernels: Kernels, x: Tensor, residual: Tensor, bias: Tensor | None, scale: float) -> Tensor:
     """(x / SCALE + residual + bias[c]) / scale; the channel stats of the sum kept."""
     return keep_channel_stats(kernels.image_sum(x, residual, bias, scale, gain=GAIN))

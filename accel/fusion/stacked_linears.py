@@ -87,10 +87,7 @@ def stacked_rows(parts: Sequence[torch.Tensor | None], sizes: Sequence[int] | No
 
 
 def stack_rows(parts: Sequence[torch.Tensor | None], sizes: Sequence[int] | None = None) -> None:
-    """Moves the parts into one storage, in place; does nothing where one is missing, or they do not match.
-
-    sizes: as of `stacked_rows`.
-    """
+    """Moves the parts into one storage, in place, where all are there and match. sizes: as of `stacked_rows`."""
     held = [part for part in parts if part is not None and not part.is_meta]
     if parts[0] is None or (len(held) < len(parts) and (sizes is None or any(one.is_meta for one in held))):
         return

@@ -23,10 +23,7 @@ READ = frozenset((VARIANT, SCALES, "_active_adapter", "merged_adapters", "_modul
 
 
 def low_rank_scales(layer: Any, whole: bool = False) -> dict[str, float] | None:
-    """By name, the factors of the adapters of low rank that are active; None where the layer may do anything else.
-
-    whole: of all that it has.
-    """
+    """By name, the factors of active low-rank adapters, or `whole` of all; None where it may do anything else."""
     parts = layer._modules
     if any(parts.get(name) is None for name in (DOWN, UP, DROPOUT)) or not hasattr(layer, ACTIVE):
         return None
@@ -84,10 +81,7 @@ def outer_modules(root: nn.Module, kinds: tuple[type, ...]) -> Iterator[nn.Modul
 
 
 def unmerge_disabled(model: nn.Module, before: Callable[[], object]) -> None:
-    """What is merged and off comes out of the weights now, as peft takes it out in the next call of a layer.
-
-    before: called first, where there is such.
-    """
+    """What is merged and off comes out of the weights now, as in peft's next call, once `before` was called."""
     adapted: Iterator[Any] = (one for one in model.modules() if BASE in one._modules)
     off = (one for one in adapted if getattr(one, "disable_adapters", False))
     if merged := [layer for layer in off if layer.merged]:

@@ -62,10 +62,7 @@ def cache_argument(forward: Callable) -> str | None:
 
 @lru_cache(maxsize=1024)
 def renamed_arguments(forward: Callable) -> dict[str, str]:
-    """Old names by which a forward still takes an argument, with the present ones.
-
-    transformers' decorator renames them; it keeps both names in its closure.
-    """
+    """Old names by which a forward still takes arguments, with the present ones, from the decorator's closure."""
     found: dict[str, str] = {}
     while (inner := getattr(forward, "__wrapped__", None)) is not None:
         names = inspect.getclosurevars(forward).nonlocals if inspect.isfunction(forward) else {}

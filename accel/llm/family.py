@@ -126,9 +126,8 @@ def _tried(model: PreTrainedModel, context: Context, layers: dict, specs: list) 
 def _bind(
     model: PreTrainedModel, context: Context, specs: list[tuple[LayerRecord, LayerSpec]]
 ) -> tuple[DecoderForward, tuple, str]:
-    """The forward that computes by these formulas, tried as a whole; its patches; what the report says of its cache.
-
-    Raises NotUnderstood.
+    """The forward by these formulas, tried as a whole; its patches; the report's row of its cache. Raises
+    NotUnderstood.
     """
     stack, _ = decoder_layers(model)
     steps = ForwardContext()

@@ -131,10 +131,7 @@ class Ranks:
         return y if residual is None else torch.add(residual, y, alpha=scale)
 
     def gather(self, part: torch.Tensor, sizes: list[int]) -> torch.Tensor:
-        """The parts of all ranks side by side along the last dimension. sizes: of each rank's part there.
-
-        part: (..., sizes[rank]).
-        """
+        """All ranks' parts, (..., sizes[rank]), side by side along the last dimension."""
         most = max(sizes)
         rows = part.reshape(-1, part.shape[-1])
         rows = rows if part.shape[-1] == most else F.pad(rows, (0, most - part.shape[-1]))

@@ -281,10 +281,7 @@ class FastForward(InstanceMethod):
         return getattr(self, "runner", None) is not None or (isinstance(inner, FastForward) and inner.captures)
 
     def example(self, rows: int, like: torch.Tensor) -> tuple | None:
-        """Arguments of a call of so many rows, by which it is timed as a lone site; None where it is not timed.
-
-        like: of the model's device and dtype.
-        """
+        """Arguments of a call of so many rows like `like`, by which a lone site is timed; None if it is not."""
         return None
 
     @classmethod

@@ -38,11 +38,6 @@ def hooked(module: nn.Module) -> str | None:
     return None
 
 
-def transformers_hook(hook: object) -> bool:
-    """Whether a hook is one of those by which transformers itself collects hidden states; they do nothing else."""
-    return comes_from(hook, "transformers")
-
-
 class CallersHook:
     """A hook of ours on a module that is called, not computed by who holds it, so that its hooks run."""
 
@@ -55,7 +50,7 @@ def comes_when_called(module: nn.Module) -> bool:
 def foreign_hooks(module: nn.Module, own: type | tuple = ()) -> bool:
     """Whether it has hooks beside those that collect hidden states for transformers, and those of our own class."""
     hooks = (*vars(module)["_forward_hooks"].values(), *vars(module)["_forward_pre_hooks"].values())
-    return not all(isinstance(hook, own) or transformers_hook(hook) for hook in hooks)
+    return not all(isinstance(hook, own) or comes_from(hook, "transformers") for hook in hooks)
 
 
 def tampered(module: nn.Module, stored: bool = False, known_hooks: bool = False) -> str | None:

@@ -14,6 +14,7 @@ from accel_kernels import Norm, Quantized, QuantizedRows, fp8_linear, int8_linea
 from accel_kernels.gemm.fused_linear import MOST_ROWS
 from accel_kernels.gemm.quantize_rows import KnownColumns
 from accel_kernels.gemm.quantized_weight import WeightFormat, scale_bits
+from torch import Tensor
 
 ROW_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 SCALE, COLUMNS, ORDER = "input_scale", "input_columns", "input_order"
@@ -32,7 +33,7 @@ def is_static(activations: str | None) -> bool:
     return activations in FIXED
 
 
-def many_rows(x: torch.Tensor) -> bool:
+def many_rows(x: Tensor) -> bool:
     """Whether x (..., K) has so many rows that they are rounded."""
     return x.numel() > MOST_ROWS * x.shape[-1]
 
@@ -46,11 +47,7 @@ class RowProducts:
     fp8_linear: Callable = fp8_linear
 
     def rounded(
-        self,
-        x: torch.Tensor,
-        activations: str,
-        norm: Norm | None = None,
-        fixed: torch.Tensor | KnownColumns | None = None,
+        self, x: Tensor, activations: str, norm: Norm | None = None, fixed: Tensor | KnownColumns | None = None
     ) -> QuantizedRows:
         """norm(x) in 8 bits; x: (..., K). activations: of `Options`. fixed: of `FIXED`, columns as KnownColumns."""
         given: dict[str, Any] = {"norm": norm, "dtype": ROW_DTYPES[weight_dtype_of(activations)]}
@@ -71,15 +68,13 @@ KERNELS = RowProducts()
 REFERENCES = RowProducts(quantize_rows.reference, int8_linear.reference, fp8_linear.reference)
 
 
-def buffers_of(weight: Quantized) -> dict[str, torch.Tensor | None]:
+def buffers_of(weight: Quantized) -> dict[str, Tensor | None]:
     """The parts of a weight as modules hold them: float8 as bytes, since torch does not pickle float8."""
     data = weight.data.view(torch.uint8) if weight.data.is_floating_point() else weight.data
     return {"data": data, "scales": scale_bits(weight), "zeros": weight.zeros}
 
 
-def from_buffers(
-    format: WeightFormat, data: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None
-) -> Quantized:
+def from_buffers(format: WeightFormat, data: Tensor, scales: Tensor, zeros: Tensor | None) -> Quantized:
     """`buffers_of` taken back; also of some rows of them."""
     scales = scales.view(torch.float8_e8m0fnu) if scales.dtype == torch.uint8 else scales
     return Quantized(data if data.dtype == format.dtype else data.view(format.dtype), scales, zeros, format)
@@ -101,7 +96,7 @@ class QuantizedCall:
     exact: bool
     __name__: ClassVar[str] = "quantized_linear"
 
-    def weight(self, data: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> Quantized:
+    def weight(self, data: Tensor, scales: Tensor, zeros: Tensor | None) -> Quantized:
         return from_buffers(self.format, data, scales, zeros)
 
     def rounds(self, rows: int) -> str | None:
@@ -114,13 +109,13 @@ class QuantizedCall:
 
     def __call__(
         self,
-        x: torch.Tensor,
-        data: torch.Tensor,
-        scales: torch.Tensor,
-        zeros: torch.Tensor | None,
-        bias: torch.Tensor | None,
-        fixed: torch.Tensor | KnownColumns | None = None,
-    ) -> torch.Tensor:
+        x: Tensor,
+        data: Tensor,
+        scales: Tensor,
+        zeros: Tensor | None,
+        bias: Tensor | None,
+        fixed: Tensor | KnownColumns | None = None,
+    ) -> Tensor:
         weight = self.weight(data, scales, zeros)
         if self.activations is not None and many_rows(x):
             products = REFERENCES if self.exact else self.products
@@ -145,14 +140,14 @@ class RoundedCall:
 
     def __call__(
         self,
-        numbers: torch.Tensor,
-        row_scales: torch.Tensor,
-        data: torch.Tensor,
-        scales: torch.Tensor,
-        zeros: torch.Tensor | None,
-        bias: torch.Tensor | None,
+        numbers: Tensor,
+        row_scales: Tensor,
+        data: Tensor,
+        scales: Tensor,
+        zeros: Tensor | None,
+        bias: Tensor | None,
         **after: Any,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """after: what follows in the same pass, as of `int8_linear`."""
         activations = self.call.activations
         assert activations is not None

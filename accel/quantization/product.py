@@ -12,7 +12,7 @@ from accel_kernels.gemm.fused_linear import MOST_ROWS, apply_norm
 from accel_kernels.gemm.hopper.hopper_gemm import in_passes
 from accel_kernels.gemm.linear import torch_linear
 from accel_kernels.op import FLOATS
-from torch import nn
+from torch import Tensor, nn
 
 from accel.libraries.adapters import BASE, base
 from accel.patching.structure import foreign, plain, tampered
@@ -28,13 +28,13 @@ class Rows:
 
     __slots__ = ("_normed", "_ordered", "_rounded", "norm", "x")
 
-    def __init__(self, x: torch.Tensor, norm: Norm | None = None):
+    def __init__(self, x: Tensor, norm: Norm | None = None):
         self.x, self.norm = x, norm
-        self._normed: torch.Tensor | None = None
+        self._normed: Tensor | None = None
         self._rounded: dict[tuple, QuantizedRows] = {}
-        self._ordered: dict[tuple | None, torch.Tensor] = {}
+        self._ordered: dict[tuple | None, Tensor] = {}
 
-    def normed(self) -> torch.Tensor:
+    def normed(self) -> Tensor:
         if self.norm is None:
             return self.x
         if self._normed is None:
@@ -48,7 +48,7 @@ class Rows:
             self._rounded[key] = linear.products.rounded(self.x, activations, self.norm, linear.fixed)
         return self._rounded[key]
 
-    def ordered(self, linear: QuantizedLinear, weight: Quantized) -> torch.Tensor:
+    def ordered(self, linear: QuantizedLinear, weight: Quantized) -> Tensor:
         """norm(x), its columns as they lie in the weight of this linear: gathered once for all of one order."""
         if weight.order is None:
             return self.normed()
@@ -113,12 +113,12 @@ def device_and_dtype(linear: nn.Linear) -> tuple[torch.device, torch.dtype]:
     return linear.weight.device, linear.weight.dtype
 
 
-def matrix(linear: nn.Linear, dtype: torch.dtype) -> torch.Tensor:
+def matrix(linear: nn.Linear, dtype: torch.dtype) -> Tensor:
     """The weight (N, K); a quantized one written out in dtype, for this one use."""
     return dequantize(linear.quantized, dtype) if type(linear) is QuantizedLinear else linear.weight
 
 
-def rounds(linear: nn.Module | None, x: torch.Tensor) -> str | None:
+def rounds(linear: nn.Module | None, x: Tensor) -> str | None:
     """How this linear rounds the rows of x, a value of `Options.activations`; None where it does not."""
     return linear.rounds(x) if type(linear) is QuantizedLinear else None
 
@@ -128,12 +128,12 @@ def order_of(linear: nn.Module) -> tuple | None:
     return linear.order if type(linear) is QuantizedLinear else None
 
 
-def deferred(linear: nn.Module, x: torch.Tensor) -> bool:
+def deferred(linear: nn.Module, x: Tensor) -> bool:
     """Whether the next pass should add the bias: not on a CPU, nor where rounded rows add it at no cost."""
     return x.is_cuda and not keeps_forward(linear) and rounds(linear, x) is None
 
 
-def product(linear: Any, x: torch.Tensor | Rows, bias: bool = True, multiply: Callable = F.linear) -> torch.Tensor:
+def product(linear: Any, x: Tensor | Rows, bias: bool = True, multiply: Callable = F.linear) -> Tensor:
     """x W^T, with bias where there is one. x: (..., K). multiply: what multiplies by a plain weight, as F.linear.
 
     A layer that is called, or has adapters, adds its bias always, and one whose weight is read where it lies; see
@@ -154,16 +154,14 @@ def product(linear: Any, x: torch.Tensor | Rows, bias: bool = True, multiply: Ca
     return multiplied(linear, (*weight, shift if bias else None), rows, multiply)
 
 
-def joint_term(layers: Sequence[Any], x: torch.Tensor) -> LowRankTerm | None:
+def joint_term(layers: Sequence[Any], x: Tensor) -> LowRankTerm | None:
     """What adapters add to the one product of x and linears with plain weights of its dtype; see `low_rank_term`."""
     bases = map(base, layers)
     plain = (type(one) is nn.Linear and plain_linear(one) is None and one.weight.dtype == x.dtype for one in bases)
     return low_rank_term(layers, x) if all(plain) else None
 
 
-def adapted_product(
-    x: torch.Tensor, tensors: Sequence[Any], term: LowRankTerm, multiply: Callable, **after: Any
-) -> torch.Tensor:
+def adapted_product(x: Tensor, tensors: Sequence[Any], term: LowRankTerm, multiply: Callable, **after: Any) -> Tensor:
     """x W^T + b, with what adapters add as more columns of both; x: (..., K). tensors: W and b. multiply: as of
     `product`, where no kernel of ours takes both. after: what follows, as of `hopper_gemm`.
     """
@@ -176,13 +174,8 @@ def adapted_product(
 
 
 def adapted_linears(
-    layers: Sequence[Any],
-    multiply: Callable,
-    x: torch.Tensor,
-    *tensors: Any,
-    gelu: bool = False,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
+    layers: Sequence[Any], multiply: Callable, x: Tensor, *tensors: Any, gelu: bool = False, out: Tensor | None = None
+) -> Tensor:
     """The outputs of linears that may have adapters of low rank, side by side.
 
     tensors: the weight and the bias of all. multiply: as of `product`. gelu: its tanh formula, of the outputs. out:
@@ -201,7 +194,7 @@ def adapted_linears(
     return y if out is None else out.copy_(y)
 
 
-def multiplied(linear: nn.Linear, tensors: Sequence[Any], rows: Rows, multiply: Callable = F.linear) -> torch.Tensor:
+def multiplied(linear: nn.Linear, tensors: Sequence[Any], rows: Rows, multiply: Callable = F.linear) -> Tensor:
     """x W^T + b with tensors like those of `row_tensors` of this linear: its own, or several linears' in one.
 
     A quantized weight meets many rows in 8 bits where the linear rounds them. It is read as it lies by other rows where
@@ -220,8 +213,8 @@ def multiplied(linear: nn.Linear, tensors: Sequence[Any], rows: Rows, multiply: 
 
 
 def rounded_product(
-    linear: QuantizedLinear, activations: str, rows: Rows, weight: Quantized, bias: torch.Tensor | None, **after: Any
-) -> torch.Tensor:
+    linear: QuantizedLinear, activations: str, rows: Rows, weight: Quantized, bias: Tensor | None, **after: Any
+) -> Tensor:
     """x W^T + b of rows in 8 bits, for a linear that rounds them, or others like it whose weights lie in one with its.
 
     activations: how it rounds them. after: what follows in the same pass, as of `int8_linear`: residual, up, up_bias,
@@ -230,7 +223,7 @@ def rounded_product(
     return linear.products.product(activations)(rows.rounded(linear, activations), weight, bias, **after)
 
 
-def rounded_geglu(linear: QuantizedLinear, activations: str, rows: Rows) -> torch.Tensor:
+def rounded_geglu(linear: QuantizedLinear, activations: str, rows: Rows) -> Tensor:
     """value * gelu(gate), exact GELU, of a linear that rounds rows and gives values, then gates; one product."""
     half = linear.out_features // 2
     lists = [(None, None) if part is None else part.split(half) for part in row_tensors(linear)]

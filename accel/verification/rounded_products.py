@@ -14,7 +14,7 @@ from accel_kernels import Norm, QuantizedRows
 from accel_kernels.gemm.quantize_rows import KnownColumns
 from accel_kernels.norm import norm as norms
 from accel_kernels.rowwise.row_numbers import LEAST, LEAST_PEAK, MOST
-from torch import nn
+from torch import Tensor, nn
 
 from accel.comparison import relative_rms, worst
 from accel.quantization.activations import FIXED, KERNELS, REFERENCES, THRESHOLD, RowProducts
@@ -31,11 +31,7 @@ class Judged(RowProducts):
     products: list[tuple[float, float]] = field(default_factory=list)
 
     def rounded(
-        self,
-        x: torch.Tensor,
-        activations: str,
-        norm: Norm | None = None,
-        fixed: torch.Tensor | KnownColumns | None = None,
+        self, x: Tensor, activations: str, norm: Norm | None = None, fixed: Tensor | KnownColumns | None = None
     ) -> QuantizedRows:
         rows = KERNELS.rounded(x, activations, norm, fixed)
         h = x.double() if norm is None else norms.reference(x.double(), norm)
@@ -46,7 +42,7 @@ class Judged(RowProducts):
     def product(self, activations: str) -> Callable:
         kernel, reference = KERNELS.product(activations), REFERENCES.product(activations)
 
-        def judged(x: QuantizedRows, *given: Any, **more: Any) -> torch.Tensor:
+        def judged(x: QuantizedRows, *given: Any, **more: Any) -> Tensor:
             found, own = kernel(x, *given, **more), reference(x, *given, **more)
             exact = reference(x._replace(scales=x.scales.double()), *given, **more)
             meant = exact.isfinite()
@@ -60,10 +56,7 @@ class Judged(RowProducts):
 
 
 def _rounding(
-    rows: QuantizedRows,
-    h: torch.Tensor,
-    input_scale: torch.Tensor | None = None,
-    input_columns: torch.Tensor | None = None,
+    rows: QuantizedRows, h: Tensor, input_scale: Tensor | None = None, input_columns: Tensor | None = None
 ) -> tuple[float, float]:
     """The largest error of a number by half a step, and the relative RMS; h: (..., K) float64, what was rounded.
 
@@ -87,7 +80,7 @@ def _rounding(
         values = values.index_add(-1, columns, taken.masked_fill(~meant, 0))
         own = torch.zeros_like(h, dtype=torch.bool).index_fill(-1, columns[: int(rows.count)], True)
         allowed = torch.where(own, h.abs() * max(torch.finfo(rows.dtype).eps, FLOOR) + 1e-30, allowed)
-        overlooked: torch.Tensor | bool
+        overlooked: Tensor | bool
         if input_columns is None:
             overlooked = (h.abs().masked_fill(own, 0) > THRESHOLD * (1 + STEP)).any()
         else:

@@ -25,10 +25,7 @@ TOKENS = {"one clip": 128, "a batch": 64, "long form": 64}  # of a window
 
 
 def build_whisper(name: str, device: torch.device, dtype: torch.dtype) -> Any:
-    """With random weights, whose texts are words alone: no window ends early, and each is followed by the next one.
-
-    Raises KeyError for an unknown name.
-    """
+    """With random weights, whose texts are words alone: no window ends early. Raises KeyError for an unknown name."""
     import transformers
 
     ends = {"eos_token_id": END, "pad_token_id": END, "bos_token_id": END, "decoder_start_token_id": START}
@@ -43,10 +40,7 @@ def build_whisper(name: str, device: torch.device, dtype: torch.dtype) -> Any:
 
 
 def measure_speech(name: str, device: torch.device, clips: int, windows: int, budget_s: float) -> dict:
-    """Milliseconds of a call, and times real time, by each way in turns. same: the share of equal tokens.
-
-    Raises KeyError for an unknown name.
-    """
+    """Milliseconds of a call, and times real time, by each way in turns. same: the share of equal tokens."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     stock = build_whisper(name, device, dtype)
     fast: Any = accel.optimize(beside(stock))

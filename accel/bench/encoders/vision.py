@@ -26,10 +26,7 @@ CALLS = 5  # of a shape before it is timed
 
 
 def measure_vision(name: str, device: torch.device, batches: list[int], compiled: bool, budget_s: float) -> dict:
-    """Milliseconds a batch, by each way in turns, over one set of weights.
-
-    errors: of the output in bf16, from float32's. Raises KeyError for an unknown name.
-    """
+    """Milliseconds a batch, by each way in turns, over one set of weights. errors: in bf16, from float32's."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     stock = build_encoder(VISION[name], device, dtype)
     fast: Any = accel.optimize(beside(stock))

@@ -27,10 +27,7 @@ LATER = 3
 
 
 def measure(name: str, state: str, device: torch.device, dtype: torch.dtype, profile: bool = False) -> dict[str, Any]:
-    """A row: what `accel.optimize` and the first call took, by part, and what later calls take.
-
-    name: as the command takes it. state: "stock", or anything else for accel.
-    """
+    """A row: what `accel.optimize`, the first call (by part) and later calls take. state: "stock", or of accel."""
     asked = NamedModel(*name.partition("+")[::2])
     begun = time.perf_counter()
     model, call = asked.build(device, dtype)

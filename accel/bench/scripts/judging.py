@@ -15,11 +15,6 @@ from accel.verification.metrics import compare
 from accel.verification.noise import with_noise
 
 
-def is_tokens(output: Any) -> bool:
-    """Whether it is a tensor of whole numbers."""
-    return isinstance(output, torch.Tensor) and not output.is_floating_point()
-
-
 def dtype_of(obj: Any) -> torch.dtype:
     """The dtype that the object computes in: that of most of its weights that are not packed."""
     counts: dict[torch.dtype, int] = {}
@@ -35,7 +30,7 @@ def judge_outputs(stock: Any, ours: Any, dtype: torch.dtype, obj: Any, again: Ca
 
     obj: the stock object; again(): its call once more, for tokens one that chooses each of them greedily.
     """
-    if is_tokens(stock):
+    if isinstance(stock, torch.Tensor) and not stock.is_floating_point():  # tokens
         return _of_tokens(stock, ours, dtype, obj, again)
     if [leaf.shape for leaf in tensor_leaves(stock)] != [leaf.shape for leaf in tensor_leaves(ours)]:
         raise WrongResult("the outputs differ in shape from stock's")

@@ -15,10 +15,7 @@ Built = tuple[Any, Callable[[], Any]]
 
 @dataclass(frozen=True)
 class Size:
-    """Where and how large: published sizes, or with `tiny` sizes that a CPU runs in a second.
-
-    `size(real, tiny)` chooses between two values.
-    """
+    """Where and how large: published sizes, or `tiny` ones for a CPU. `size(real, tiny)` chooses between two values."""
 
     device: torch.device
     tiny: bool

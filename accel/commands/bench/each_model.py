@@ -19,10 +19,7 @@ Cell = str | tuple[float | None, str]  # words, or a number and its form
 def chosen_models(
     names: list[str] | None, device: str | None, known: Collection[str]
 ) -> "tuple[torch.device, list[str]]":
-    """The device, and the names given, or of all that are known the tiny ones, on a GPU the others.
-
-    Raises BadParameter for an unknown one.
-    """
+    """The device, and the names; without names the tiny ones, on a GPU the others. Raises BadParameter."""
     place = parse_device(device)
     if unknown := [one for one in names or () if one not in known]:
         raise typer.BadParameter(f"{unknown[0]!r} is none of {', '.join(known)}")

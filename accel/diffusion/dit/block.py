@@ -83,10 +83,7 @@ class BlockForward(FastForward):
         return Parts(tuple(_parts(self.module)))
 
     def changed(self) -> str | None:
-        """As of every forward; but a changed block, such as one with a new adapter, is recorded anew.
-
-        One that now contains code of the user's is not.
-        """
+        """As of every forward; but a changed block is recorded anew, unless it contains code of the user's."""
         reason = super().changed()
         if reason is None or self.stale is not None or self._another_class() is not None:
             return reason
@@ -230,10 +227,7 @@ class BlockForward(FastForward):
 
 
 def match_block(site: Site, context: Context) -> Match | Skip | None:
-    """An entry of a list of modules, with linears for an attention and no such block inside of it.
-
-    One with a group norm is a block of a UNet, whose parts have rules of their own.
-    """
+    """An entry of a list, with linears for attention and no such block inside; not of a UNet, with a group norm."""
     module = site.module
     if not _is_block(site.path, module) or comes_from(type(module), "transformers"):
         return None

@@ -171,10 +171,7 @@ MOST_KINDS = 64  # of blocks, as many settings of an adapter make
 
 @dataclass
 class BlockPlan:
-    """What runs for one kind of call, or the reason why stock does.
-
-    compared: whether it was compared with stock. outcome: what a dry run gave, without values.
-    """
+    """What runs for one kind of call, or why stock does. compared: with stock. outcome: of a dry run, no values."""
 
     executable: Executable | None = None
     reason: str = ""

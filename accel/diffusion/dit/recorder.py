@@ -229,10 +229,7 @@ class StepRecorder(TorchFunctionMode):
 def recorded(
     forward: Callable, weights: dict[str, torch.Tensor], layers: dict[str, nn.Module], args: tuple, kwargs: dict
 ) -> tuple[Any, Program | str]:
-    """What forward(*args, **kwargs) gives, and its program, or why there is none.
-
-    weights, layers: as of `StepRecorder`.
-    """
+    """What forward(*args, **kwargs) gives, and its program or why there is none; see `StepRecorder`."""
     given = list(tensors_in((args, kwargs)))
     recorder = StepRecorder(weights, layers)
     for place, tensor in enumerate(given):

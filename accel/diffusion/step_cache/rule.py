@@ -35,7 +35,7 @@ def match_step_cache(site: Site, context: Context, beneath: Sequence[Rule]) -> M
         paths = tuple(path for path, _ in _blocks(m))
         reason = _unlike(m) or _in_two_parts(m, context)
     else:
-        found = transformer_arguments(m) if lists_blocks(m) else None
+        found = transformer_arguments(m) if any(map(_are_blocks, m.children())) else None
         if found is None:
             return None
         arguments, stacks = found, stacks_of(m)
@@ -157,11 +157,6 @@ def stacks_of(model: nn.Module) -> tuple[BlockStack, ...]:
     longest = max(sizes.values(), default=0)
     names = [name for name, size in sizes.items() if size > SHORT_LIST or size == longest > 1]
     return tuple(BlockStack(name, sizes[name], int(name == names[0])) for name in names)
-
-
-def lists_blocks(model: nn.Module) -> bool:
-    """Whether it holds a list of blocks."""
-    return any(map(_are_blocks, model.children()))
 
 
 def gives_blocks(model: nn.Module) -> bool:

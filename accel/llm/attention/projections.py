@@ -79,10 +79,7 @@ def projections_of(calls: list[Call], layer: LayerRecord) -> Iterator[tuple[tupl
 
 
 class HeadColumns(NamedTuple):
-    """Heads among columns: that of head h, repeat r and channel c is first + h * head + r * repeat + c.
-
-    sizes: (heads, repeats, channels).
-    """
+    """The column of head h, repeat r, channel c is first + h * head + r * repeat + c. sizes: of these three."""
 
     first: int
     head: int
@@ -98,10 +95,7 @@ class HeadColumns(NamedTuple):
 
 
 def places(part: torch.Tensor, whole: torch.Tensor) -> torch.Tensor | None:
-    """Of each column of `part` which one of `whole` it is to the bit, (columns,); None where one is none.
-
-    Both (rows, tokens, columns). Where `part` has fewer tokens, the last ones are compared.
-    """
+    """Which column of `whole` each of `part` is to the bit, (columns,), by the last tokens; None where one is none."""
     whole = whole[:, whole.shape[1] - part.shape[1] :]
     kind = BITS[part.element_size()]
     mine, all_columns = (t.flatten(0, 1).contiguous().view(kind).cpu().long() for t in (part, whole))

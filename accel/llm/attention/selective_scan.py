@@ -222,10 +222,7 @@ class _ScanFinder:
         return None, part
 
     def _anew(self) -> bool:
-        """Whether stock takes the state for zeros before several tokens that stand behind others.
-
-        In transformers up to 5.24 Mamba-1 does, though its convolution goes on.
-        """
+        """Whether stock takes the state for zeros before several tokens behind others, as up to 5.24 Mamba-1."""
         if self.layer.known is not None:
             return self.layer.known.attention.formula.anew
         kept, cache = self.kept, DynamicCache()

@@ -89,11 +89,6 @@ class SoftmaxSpec(AttentionSpec):
         return self.slopes is not None
 
     @property
-    def reads_table(self) -> bool:
-        """Whether it looks up positions in a table of its own."""
-        return self.rotary is not None and self.rotary.table
-
-    @property
     def keywords(self) -> tuple[str, ...]:
         name = None if self.q_scale is None else self.q_scale.keyword
         scaled = () if name is None else (name,)

@@ -98,10 +98,7 @@ class Scheduler:
         return room if request.max_new_tokens is None else min(request.max_new_tokens, room)
 
     def plan(self, unread: bool) -> StepPlan | None:
-        """The next step, None where nobody can take part. unread: whether ids of steps before are not known yet.
-
-        Raises TokensUnknown where somebody has to make room first.
-        """
+        """The next step, None if nobody can take part. unread: ids are not known yet. Raises TokensUnknown."""
         if self.allocator.sliding.size:  # windows are passed only before a plan: a step reads the tables after its plan
             rows = _behind(self.decoding, list(self.prefilling))
             self.allocator.slide_all(rows, self.rows.stored[rows])
@@ -134,10 +131,7 @@ class Scheduler:
         return self.rows.close(row)
 
     def undo(self, plan: StepPlan) -> None:
-        """The step just planned was not launched: what it would have stored does not exist, and no request may find it.
-
-        After its prompts are closed.
-        """
+        """The step just planned was not launched, nor stored anything to be found. After its prompts are closed."""
         self.allocator.forget()
         self.rows.stored[plan.rows] = plan.lengths
         if self.allocator.states is not None:

@@ -113,10 +113,7 @@ def _blank(piece: dict, name: str) -> dict:
 
 
 def _agrees(forward: DecoderForward, pieces: list[dict]) -> bool:
-    """Whether fused calls, one after another over one cache, give stock's logits; False where either refuses them.
-
-    Raises the error of a kernel that does not compile.
-    """
+    """Whether fused calls, in turn over one cache, give stock's logits. Raises errors of compiling kernels."""
 
     def stock() -> torch.Tensor:
         with plainly(forward), within_tables():

@@ -143,10 +143,7 @@ class CallingConvention:
     def read_mask(
         self, mask: Any, store: Store, rows: int, start: int, new: int, left_padded: bool
     ) -> torch.Tensor | None:
-        """The mask of a call, (rows, start + new), if it has one. left_padded: it may only hide first tokens.
-
-        Raises Unfit.
-        """
+        """The mask of a call, (rows, start + new), if any. left_padded: it may only hide first tokens. Raises Unfit."""
         # A bias by distance is counted by the mask in stock; with padding on the left alone the two differ by a
         # constant, which the softmax does not see.
         mask = padding_of(mask, store, rows, start + new, left_padded)

@@ -61,10 +61,7 @@ def routed_modules(forward: DecoderForward) -> list[nn.Module]:
 
 
 def routing_modules(forward: DecoderForward) -> list[nn.Module]:
-    """Modules that may be given choices: those with weights in mixtures of experts, and in layers not understood.
-
-    Modules whose work a fused forward does are left out.
-    """
+    """Modules that no fused forward stands for and that may be given choices: with weights of experts, or unknown."""
     mine = {layer.module for layer in forward.layers if not layer.inner or not _stacks(layer.module)}
     done = {module for one in forward.routers for module in one.module.modules()}
     done |= {module for one in forward.experts for module in one.module.modules() if module is not one.module}

@@ -78,10 +78,7 @@ class Follower:
 
 
 def _near(got: torch.Tensor, wanted: torch.Tensor, added: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """By token, whether rounding explains the difference. added: the norm of what stock's layer added to its input.
-
-    dtype: in which layers compute; what they give may be wider.
-    """
+    """By token, whether rounding explains the difference. added: norms of what stock's layer added. dtype: layers'."""
     error, whole = vector_norm(got.double() - wanted.double(), dim=-1), vector_norm(wanted.double(), dim=-1)
     return error <= SUM_EPS * torch.finfo(wanted.dtype).eps * whole + bound(ADDED, dtype) * added
 

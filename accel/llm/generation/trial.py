@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from accel.comparison import agree, relative_rms_by_token
 from accel.errors import reason_of
@@ -42,12 +42,12 @@ class Expected:
     None, see `_in_full_precision`.
     """
 
-    logits: torch.Tensor
+    logits: Tensor
     choices: Choices
     median: bool = False
     moved: Callable[[], float] | None = None
     dtype: torch.dtype | None = None
-    exactly: Callable[..., torch.Tensor | None] | None = None
+    exactly: Callable[..., Tensor | None] | None = None
 
     def routed(self) -> AbstractContextManager[None]:
         """Inside, routers choose what they chose here."""
@@ -57,11 +57,11 @@ class Expected:
         """The same of the first tokens."""
         return replace(self, logits=self.logits[:, :tokens], exactly=None)
 
-    def near(self, got: torch.Tensor) -> bool:
+    def near(self, got: Tensor) -> bool:
         """Whether these logits differ by no more than rounding does in a model of any depth."""
         return self.off(got) <= bound(LOGITS, self.dtype or self.logits.dtype)
 
-    def agrees(self, got: torch.Tensor) -> bool:
+    def agrees(self, got: Tensor) -> bool:
         """Whether they differ by no more than rounding, which layer after layer of this model may amplify.
 
         Ranks that share the model must all ask it of equal logits: stock may run once more for the answer.
@@ -73,11 +73,11 @@ class Expected:
         return self.is_as_good(got)
 
     @cached_property
-    def exact(self) -> torch.Tensor | None:
+    def exact(self) -> Tensor | None:
         """These logits in full precision, where that can be computed."""
         return None if self.exactly is None else self.exactly()
 
-    def is_as_good(self, got: torch.Tensor) -> bool:
+    def is_as_good(self, got: Tensor) -> bool:
         """Whether these logits are as near to full precision as stock's are."""
         if self.row_off(got) > 2 * MOST_MOVED or self.exact is None:
             return False
@@ -92,24 +92,24 @@ class Expected:
         """How far rounding moves these logits, as `row_off` measures; 0 where it is not to be known."""
         return 0.0 if self.moved is None else self.moved()
 
-    def description(self, got: torch.Tensor) -> str:
+    def description(self, got: Tensor) -> str:
         """How far these logits are off, for a reason."""
         off = f"logits are off by {self.off(got):.1e}"
         if self.moved is None:
             return off
         return f"{off}, a row of them by {self.row_off(got):.1e}, and rounding moves stock's by {self.moves():.1e}"
 
-    def off(self, got: torch.Tensor) -> float:
+    def off(self, got: Tensor) -> float:
         """How far the logits of the worse row are apart: of its worst token, or of its median one."""
         rows = by_token(got, self.logits).tolist()
         return max(sorted(row)[len(row) // 2] if self.median else max(row) for row in rows)
 
-    def row_off(self, got: torch.Tensor) -> float:
+    def row_off(self, got: Tensor) -> float:
         """Of the worse row, root mean square of its tokens: how far rounding puts a single one is chance."""
         return float(_row_rms(by_token(got, self.logits)).max())
 
 
-def by_token(got: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+def by_token(got: Tensor, wanted: Tensor) -> Tensor:
     """`relative_rms_by_token`, and inf where it is no number or the shapes differ."""
     if got.shape != wanted.shape:
         return torch.full((1, 1), float("inf"), device="cpu")
@@ -118,7 +118,7 @@ def by_token(got: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     return found.masked_fill(found.isnan(), float("inf"))
 
 
-def as_good(own: torch.Tensor, ours: torch.Tensor, allowed: float) -> bool:
+def as_good(own: Tensor, ours: Tensor, allowed: float) -> bool:
     """Whether errors (rows, tokens) of our logits, or of a layer, are those of stock's in each row, see `AS_GOOD`.
 
     allowed: the bound of their difference where that is no question.
@@ -131,15 +131,15 @@ def as_good(own: torch.Tensor, ours: torch.Tensor, allowed: float) -> bool:
     return bool((near & (our_rms <= DRIFT * rms + AS_GOOD_SHARE * allowed) & (mean <= MOST_MOVED)).all())
 
 
-def _row_means(found: torch.Tensor) -> torch.Tensor:
+def _row_means(found: Tensor) -> Tensor:
     return found.clamp_min(1e-6).log().mean(-1).exp()
 
 
-def _row_rms(found: torch.Tensor) -> torch.Tensor:
+def _row_rms(found: Tensor) -> Tensor:
     return found.square().mean(-1).sqrt()
 
 
-def expected(forward: DecoderForward, run: Callable[[], torch.Tensor]) -> Expected:
+def expected(forward: DecoderForward, run: Callable[[], Tensor]) -> Expected:
     """The logits that run() gives of stock, (ROWS, tokens, vocabulary).
 
     It may run again later, so its result must not depend on what is patched then. Where choices of routers cannot be
@@ -169,13 +169,10 @@ def expected(forward: DecoderForward, run: Callable[[], torch.Tensor]) -> Expect
 def _in_full_precision(
     forward: DecoderForward,
     choices: Choices,
-    run: Callable[[], torch.Tensor],
+    run: Callable[[], Tensor],
     around: Callable[[nn.Module], AbstractContextManager] = nullcontext,
-) -> torch.Tensor | None:
-    """What run() gives of a twin of the model in float32, with these choices of routers; None where there is no twin.
-
-    around: a context in which it runs, made of the twin.
-    """
+) -> Tensor | None:
+    """What run() gives of a float32 twin with these choices, inside of `around`; None where there is no twin."""
     model, dtype = forward.module, forward.embeddings().dtype
     try:
         with widened(forward, dtype) as twin, repeating(choices.carried(model, twin)), around(twin):
@@ -206,9 +203,7 @@ def short_prompt(lengths: tuple[int, ...]) -> int:
     return min(PROMPT, lengths[0])
 
 
-def trial_inputs(
-    forward: DecoderForward, tokens: int, seed: int = 1
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def trial_inputs(forward: DecoderForward, tokens: int, seed: int = 1) -> tuple[Tensor, Tensor, Tensor]:
     """Tokens, a mask with the second row's first tokens hidden, and the positions counted by it."""
     ids = example_ids(forward.module, tokens, seed=seed)
     mask = torch.ones_like(ids)
@@ -250,7 +245,7 @@ def masks_steps(forward: DecoderForward) -> bool:
     return agree(*found)
 
 
-def logits_over_pieces(forward: DecoderForward, call: Callable, pieces: Iterable[dict]) -> torch.Tensor:
+def logits_over_pieces(forward: DecoderForward, call: Callable, pieces: Iterable[dict]) -> Tensor:
     """The logits of call, stock's or the fused forward's, for pieces one after another over one new cache."""
     given = forward.given_cache(new_cache(forward.module))
     return torch.cat([call(**piece, **given).logits for piece in pieces], dim=1)
@@ -262,7 +257,7 @@ def stock_logits(forward: DecoderForward, lengths: tuple) -> tuple[Expected, typ
     return expected(forward, lambda: _stock_pieces(forward, lengths, kinds)), kinds[-1]
 
 
-def _stock_pieces(forward: DecoderForward, lengths: tuple, kinds: list[type]) -> torch.Tensor:
+def _stock_pieces(forward: DecoderForward, lengths: tuple, kinds: list[type]) -> Tensor:
     """kinds: the class of each output is added there."""
     store, found = new_cache(forward.module), []
     with plainly(forward):
@@ -288,7 +283,7 @@ def stock_alone(forward: DecoderForward, lengths: tuple) -> Expected:
     """Stock logits where a mask is given, but no positions."""
     ids, mask, _ = trial_inputs(forward, short_prompt(lengths))
 
-    def run() -> torch.Tensor:
+    def run() -> Tensor:
         given = forward.given_cache(new_cache(forward.module))
         with plainly(forward):
             return forward.reference(input_ids=ids, attention_mask=mask, **given).logits[:, PADDING:]
@@ -296,13 +291,13 @@ def stock_alone(forward: DecoderForward, lengths: tuple) -> Expected:
     return expected(forward, run)
 
 
-def fused_logits(forward: DecoderForward, lengths: tuple) -> torch.Tensor:
+def fused_logits(forward: DecoderForward, lengths: tuple) -> Tensor:
     """Those of the trial's pieces, one behind the other, by fused layers."""
     forward.ready(stack=False)
     return written(forward, pieces_of(forward, lengths))[:, PADDING:]
 
 
-def written(forward: DecoderForward, pieces: Iterable[dict]) -> torch.Tensor:
+def written(forward: DecoderForward, pieces: Iterable[dict]) -> Tensor:
     """The logits of all pieces, one after another, by fused layers."""
     if forward.partial:
         return logits_over_pieces(forward, forward.fast, pieces)
@@ -312,12 +307,8 @@ def written(forward: DecoderForward, pieces: Iterable[dict]) -> torch.Tensor:
 
 
 def fill_prompt(
-    forward: DecoderForward,
-    store: Store,
-    tokens: torch.Tensor,
-    positions: torch.Tensor | None,
-    mask: torch.Tensor | None,
-) -> torch.Tensor:
+    forward: DecoderForward, store: Store, tokens: Tensor, positions: Tensor | None, mask: Tensor | None
+) -> Tensor:
     """The logits of a prompt that is filled up to the size of a graph."""
     rows, new = tokens.shape
     most = None if "position_ids" in forward.names else forward.most_positions

@@ -37,10 +37,7 @@ def warm_up(forward: DecoderForward) -> None:
 
 @contextmanager
 def warming_up_trial(forward: DecoderForward, lengths: tuple, longer: tuple = ()) -> Iterator[None]:
-    """Compiles in parallel what the trial and later calls launch: one row, a longer prompt, larger batches.
-
-    Kernels compile while the body runs, and are ready after it.
-    """
+    """Compiles, while the body runs, what the trial and later calls launch: one row, long prompts, large batches."""
     kernels = Warmup()
     try:
         if forward.shapes()[0].device.type == "cuda":

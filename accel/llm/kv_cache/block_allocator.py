@@ -82,10 +82,7 @@ class BlockAllocator:
         return self.extend_all([row], [length]) == 1
 
     def extend_all(self, rows: Sequence[int] | np.ndarray, lengths: Sequence[int] | np.ndarray) -> int:
-        """As `extend` row by row, up to the first for which there are too few blocks. Returns how many rows are done.
-
-        rows: (n,), each once. lengths: (n,). If all have room, these are three operations on arrays.
-        """
+        """As `extend` of rows, (n,) each once, until there are too few blocks. Returns how many rows are done."""
         rows, lengths = np.asarray(rows), np.asarray(lengths)
         short = np.flatnonzero(lengths > self.held[rows] * BLOCK)
         total = len(rows)

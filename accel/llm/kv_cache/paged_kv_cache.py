@@ -144,10 +144,7 @@ class PagedKVCache:
         return self._kv[layer]
 
     def of_step(self, layers: Sequence[int], tokens: int, **given: Any) -> dict[int, Any]:
-        """The stores of layers on one device, for a step of so many tokens: of each a `KV`, or `RowStates`.
-
-        given: other fields of each `KV`, of which `RowStates` get those that they have.
-        """
+        """By layer the `KV` or `RowStates` for a step of so many tokens on one device. given: their other fields."""
         shapes = [self.shapes[layer] for layer in layers]
         heads = [shape.heads for shape in shapes if not isinstance(shape, StateShape)]
         if heads:

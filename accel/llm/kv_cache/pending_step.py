@@ -17,10 +17,7 @@ class LatestForward(NamedTuple):
 
 @dataclass
 class PendingStep:
-    """A decode step launched ahead of its call. ids: all tokens so far, of which it takes the last.
-
-    inputs: what generate() made of them, once it has.
-    """
+    """A decode step launched ahead of its call. ids: all tokens; it takes the last. inputs: what generate() made."""
 
     ids: torch.Tensor
     length: int  # tokens stored before it

@@ -85,10 +85,7 @@ class StateLayer(LinearAttentionLayer, LayerOfStore):
 
 
 class PairLayer(LinearAttentionAndFullAttentionLayer, StoreLayer, StateLayer):
-    """One layer of a cache that keeps keys and values, and states beside them: two layers of a Store.
-
-    As both of its kinds; becomes a stock layer as a whole.
-    """
+    """A layer of a cache with keys, values and states: two layers of a Store; becomes a stock layer as a whole."""
 
     __init__ = LayerOfStore.__init__
     reset, reorder_cache = StoreLayer.reset, StoreLayer.reorder_cache

@@ -124,11 +124,7 @@ class Store:
         return self.blocks.tables[device].metadata
 
     def kvs(self, layers: Sequence[int], tokens: int, **given: Any) -> dict[int, Any]:
-        """The stores of layers on one device, for a step of so many tokens: of each a `KV`, or `RowStates`. Good until
-        `reserve` makes more room.
-
-        given: other fields of each, such as is_prefill.
-        """
+        """By layer `KV` or `RowStates`, good until `reserve` makes room. given: other fields, such as is_prefill."""
         self._set_length()
         return self.blocks.of_step(layers, tokens, **given)
 

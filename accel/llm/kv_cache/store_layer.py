@@ -85,10 +85,7 @@ class StoreLayer(DynamicLayer, LayerOfStore):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Adds (rows, heads, new, dim); returns all there is, contiguous as stock's, which some code takes views of.
-
-        Raises torch.OutOfMemoryError, and holds what it held.
-        """
+        """Adds (rows, heads, new, dim); returns all, contiguous. Raises torch.OutOfMemoryError, and is as before."""
         if not self._fits(key_states, value_states):
             self.leave()
             return self.update(key_states, value_states, *args, **kwargs)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from accel_kernels import SharedExpert
 from accel_kernels.moe.weights import PLACE_BYTES, ExpertWeights, Gating
-from torch import nn
+from torch import Tensor, nn
 
 from accel.llm.parts.activation import activation_name
 from accel.llm.recording.implementation import foreign_experts
@@ -145,7 +145,7 @@ class ExpertsForward(FastForward):
 
     def unfit(self, *args: Any, **kwargs: Any) -> str | None:
         given = self._given(args, kwargs)
-        if not all(type(one) is torch.Tensor for one in given):
+        if not all(type(one) is Tensor for one in given):
             return "other arguments than tokens, choices and shares"
         config = vars(self.module).get("config")
         if config is not None and foreign_experts([config]):
@@ -168,7 +168,7 @@ class ExpertsForward(FastForward):
         """Any class will do, as each token is computed by itself."""
         super().remember()
 
-    def example(self, rows: int, like: torch.Tensor) -> tuple | None:
+    def example(self, rows: int, like: Tensor) -> tuple | None:
         if self.sharding is not None:
             return None  # a call is a sum over ranks, which is not timed
         weights = self._weights()
@@ -176,7 +176,7 @@ class ExpertsForward(FastForward):
         index = torch.arange(2 * rows, device=x.device).view(rows, 2) % weights.experts
         return x, index, torch.full_like(x[:, :2], 0.5)
 
-    def fast(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def fast(self, *args: Any, **kwargs: Any) -> Tensor:
         x, index, shares = self._given(args, kwargs)
         sharding = self.sharding
         if sharding is not None and sharding.first:
@@ -189,13 +189,8 @@ class ExpertsForward(FastForward):
         return y if sharding is None else sharding.ranks.reduce(y)
 
     def with_shared(
-        self,
-        given: tuple[torch.Tensor, ...],
-        shared: SharedExpert,
-        activation: str,
-        residual: torch.Tensor,
-        scale: float,
-    ) -> torch.Tensor | None:
+        self, given: tuple[Tensor, ...], shared: SharedExpert, activation: str, residual: Tensor, scale: float
+    ) -> Tensor | None:
         """The op `mixture`: what a shared expert gives too, and the sum with what goes past both; None where no kernel
         does it. given: tokens, choices and shares of a call that this forward takes.
         """
@@ -257,7 +252,7 @@ def _disagreement(
     if large**2 > torch.finfo(dtype).max / BEYOND:  # gate and up are multiplied
         return "a number among its settings is too large for its dtype to be tried as a limit"
 
-    def inputs(size: float) -> tuple[torch.Tensor, ...]:
+    def inputs(size: float) -> tuple[Tensor, ...]:
         """size: root mean square of gates and ups of the first expert, without biases."""
         x = example(module, PROBED, weights.hidden)
         index = torch.arange(2 * PROBED, device=x.device).view(PROBED, 2) % weights.experts

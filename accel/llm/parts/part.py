@@ -143,10 +143,7 @@ class BoundHeadNorm:
 
 
 class NormedInput(Rows):
-    """The input of several projections: the norm before them is done inside each, or once where that costs less.
-
-    times: how many projections there are.
-    """
+    """The input of `times` projections: the norm before them is done inside each, or once where that costs less."""
 
     __slots__ = ("times",)
 

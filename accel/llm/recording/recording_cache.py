@@ -3,7 +3,7 @@
 from functools import lru_cache
 from typing import Any
 
-import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from accel.libraries.cache import SET_STATE, DynamicCache, own_cache
@@ -22,23 +22,19 @@ class RecordingCache(DynamicCache):
         recorder.current.shown_length = max(recorder.length, length)
         return recorder.current.shown_length
 
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> Any:
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         self.recorder.stored(key_states, value_states, layer_idx)
         result = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         self.recorder.lent[layer_idx] = result
         return result
 
-    def update_conv_state(
-        self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
-    ) -> torch.Tensor:
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
         self.recorder.kept("inputs", conv_states, layer_idx, state_idx)
         return super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
 
     def update_recurrent_state(
-        self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
-    ) -> torch.Tensor:
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> Tensor:
         self.recorder.kept("state", recurrent_states, layer_idx, state_idx)
         return super().update_recurrent_state(recurrent_states, layer_idx, state_idx, **kwargs)
 
@@ -55,7 +51,7 @@ def recording_cache(recorder: Any, model: PreTrainedModel) -> RecordingCache:
 def _of_own(kind: Any) -> type[RecordingCache]:
     """A class of caches that keep states beside their layers, which shows those too."""
 
-    def put(self: RecordingCache, layer_idx: int, state: torch.Tensor) -> None:
+    def put(self: RecordingCache, layer_idx: int, state: Tensor) -> None:
         self.recorder.kept("state", state, layer_idx, 0)
         getattr(kind, SET_STATE)(self, layer_idx, state)
 

@@ -144,7 +144,8 @@ def formulas(
     free = seen.layers[0].most_positions is None
     if not free and any(layer.shown_length is not None for layer in seen.layers):
         raise NotUnderstood("its layers ask how much the cache holds")
-    tables = any(isinstance(one, SoftmaxSpec) and one.reads_table for one in (spec.attention for _, spec in found))
+    rotaries = [spec.attention.rotary for _, spec in found if isinstance(spec.attention, SoftmaxSpec)]
+    tables = any(rotary is not None and rotary.table for rotary in rotaries)  # in which positions are looked up
     rotated = bool(keywords) and not tables and free
     _confirm_where_large(model, layers, seen, last=rotated and not unknown, far=free)
     found = [(layer, spec) for layer, _ in found if isinstance(spec := layers[layer.path], LayerSpec)]

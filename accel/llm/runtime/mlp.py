@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from accel_kernels import SharedExpert
 from accel_kernels.gemm.fused_linear import MOST_ROWS
 from accel_kernels.norm.norm import ACTIVATIONS
-from torch import nn
+from torch import Tensor, nn
 
 from accel.llm.moe.experts import ExpertsForward
 from accel.llm.parts.linear import Weights, product_for
@@ -112,10 +112,10 @@ class BoundSum:
         self.mixes = bare and [router is not None for router in self.routers] == [True, False]
 
     def __call__(
-        self, kernels: Kernels, before: NormedInput, residual: torch.Tensor | None = None, scale: float = 1.0
-    ) -> torch.Tensor:
+        self, kernels: Kernels, before: NormedInput, residual: Tensor | None = None, scale: float = 1.0
+    ) -> Tensor:
         """residual + scale * the sum of all blocks."""
-        total: torch.Tensor | None = None
+        total: Tensor | None = None
         before = NormedInput(before.normed()) if self.normed else before
         for (block, norm, post), router, gate in zip(self.blocks, self.routers, self.gates, strict=True):
             h = before if norm is None else NormedInput(before.normed(), norm, block.times)
@@ -142,9 +142,7 @@ class BoundSum:
         assert total is not None
         return total if residual is None else torch.add(residual, total, alpha=scale)
 
-    def _at_once(
-        self, x: torch.Tensor, chosen: tuple | dict[int, torch.Tensor], residual: torch.Tensor, scale: float
-    ) -> torch.Tensor | None:
+    def _at_once(self, x: Tensor, chosen: tuple | dict[int, Tensor], residual: Tensor, scale: float) -> Tensor | None:
         """The sum for one token of experts and of one that all tokens share; None where that is no one operation."""
         (experts, *_), (shared, *_) = self.blocks[0], self.blocks[-1]
         if not self.mixes or experts.module is None or x.shape[:-1].numel() != 1:
@@ -194,13 +192,8 @@ class BoundMlp:
         self.uneven = alone and self.gate is not None and self.gate.outputs % ALIGNED > 0
 
     def __call__(
-        self,
-        kernels: Kernels,
-        before: NormedInput,
-        residual: torch.Tensor | None = None,
-        scale: float = 1.0,
-        **mixed: Any,
-    ) -> torch.Tensor:
+        self, kernels: Kernels, before: NormedInput, residual: Tensor | None = None, scale: float = 1.0, **mixed: Any
+    ) -> Tensor:
         """residual + scale * mlp(norm(x)). mixed: as of `part_product`, where it `takes_addend`."""
         if self.module is None:
             x = before.x
@@ -213,7 +206,7 @@ class BoundMlp:
         y = (y[0] if isinstance(y, tuple) else y).reshape(before.x.shape)  # Llama 4's experts give rows of tokens
         return y if residual is None else torch.add(residual, y, alpha=scale)
 
-    def routed(self, h: torch.Tensor, chosen: tuple | dict[int, torch.Tensor]) -> torch.Tensor:
+    def routed(self, h: Tensor, chosen: tuple | dict[int, Tensor]) -> Tensor:
         """What experts make of h, (rows, new, C). chosen: what their router gave."""
         assert self.module is not None
         return self.module(h.flatten(0, -2), *(chosen[place] for place in self.spec.chosen)).view(h.shape)
@@ -230,13 +223,11 @@ class BoundMlp:
             return None
         return SharedExpert(*(one[0] for one in given if one is not None))
 
-    def takes_addend(self, kernels: Kernels, x: torch.Tensor) -> bool:
+    def takes_addend(self, kernels: Kernels, x: Tensor) -> bool:
         """Whether its last product adds more than one tensor: of few tokens, whose products are kernels of ours."""
         return self.module is None and x.shape[:-1].numel() <= MOST_ROWS and self.down.takes_wide(kernels)
 
-    def _padded(
-        self, kernels: Kernels, before: NormedInput, residual: torch.Tensor | None, scale: float
-    ) -> torch.Tensor:
+    def _padded(self, kernels: Kernels, before: NormedInput, residual: Tensor | None, scale: float) -> Tensor:
         """The same with zeros behind gate, up and so the middle: rows begin at multiples of 16 bytes."""
         assert self.gate is not None and self.up is not None and self.down.weights is not None
         (gate, bias), (up, up_bias), (down, last) = (one.operands() for one in (self.gate, self.up, self.down.weights))
@@ -249,7 +240,7 @@ class BoundMlp:
         multiply = product_for(kernels, middle, len(down))
         return multiply(middle, down, last, norm=None, residual=residual, scale=scale)
 
-    def _middle(self, kernels: Kernels, before: NormedInput) -> torch.Tensor:
+    def _middle(self, kernels: Kernels, before: NormedInput) -> Tensor:
         name = self.spec.activation
         if self.gate is not None:
             return part_product(kernels, self.gate, before, up=self.up, activation=name)

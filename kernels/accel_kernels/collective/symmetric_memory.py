@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from accel_kernels.device import card
 from accel_kernels.op import FLOATS, launcher
@@ -26,8 +27,8 @@ INSIDE, OUTSIDE = (2, 0, 1), (3, 4)  # places for parts: of a forward the first,
 class Shared(NamedTuple):
     """numbers: of this rank, (count,). addresses: of each rank's, (ranks,) int64. handle: keeps them there."""
 
-    numbers: torch.Tensor
-    addresses: torch.Tensor
+    numbers: Tensor
+    addresses: Tensor
     handle: Any
 
     @classmethod
@@ -83,12 +84,8 @@ class SymmetricMemory:
             self.inside, self.turn = before
 
     def sum(
-        self,
-        part: torch.Tensor,
-        bias: torch.Tensor | None = None,
-        residual: torch.Tensor | None = None,
-        scale: float = 1.0,
-    ) -> torch.Tensor | None:
+        self, part: Tensor, bias: Tensor | None = None, residual: Tensor | None = None, scale: float = 1.0
+    ) -> Tensor | None:
         """residual + scale * (sum over ranks + bias), like part, equal on all ranks to the bit; None for a sum that
         NCCL is to make.
 

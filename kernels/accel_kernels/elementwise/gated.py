@@ -8,10 +8,7 @@ from accel_kernels.op import contiguous_reason, dtype_reason, make_op, random_ca
 
 
 def reference(gate, up, activation):
-    """gate, up: (..., I), of the same shape, rows contiguous; activation: a name of ACTIVATIONS. Returns (..., I).
-
-    up: None for act(gate) alone.
-    """
+    """act(gate) * up, or act(gate) where up is None: (..., I), rows contiguous. activation: a name of ACTIVATIONS."""
     y = ACTIVATIONS[activation](gate)
     return y if up is None else y * up
 

@@ -15,10 +15,7 @@ from accel_kernels.op import Op, contiguous_reason, random_cases
 
 
 def reference(x, weight, bias=None, low_rank=None):
-    """x: (..., K); weight: (2 D, K); bias: (2 D,) or None; low_rank: a `LowRankTerm` of the product or None.
-
-    Returns (..., D).
-    """
+    """x: (..., K); weight: (2 D, K); bias: (2 D,) or None; low_rank: a `LowRankTerm` or None. Returns (..., D)."""
     return reference_geglu(with_low_rank(partial(F.linear, x), x, low_rank, None)(weight, bias))
 
 

@@ -89,10 +89,7 @@ def image_concat(x, other):
 
 
 def _launch(x, other, bias, y, split, gain, inverse_scale, with_channel_stats, concat):
-    """Returns the channel stats, (N, chunks, 2, C) in fp32, with the rows of a chunk; None where no norm wants them.
-
-    A warmup compiles what images of every size take.
-    """
+    """The channel stats, (N, chunks, 2, C) in fp32, with the rows of a chunk; None where no norm wants them."""
     n, channels, height, width = y.shape
     rows = height * width
     small = rows * power_of_two(cdiv(channels, GROUPS)) <= SINGLE_LIMIT  # and so normalized without them

@@ -17,10 +17,7 @@ GATES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"silu": F.silu, "sig
 
 
 class Gate(NamedTuple):
-    """A factor: the activation, a name of GATES, of `by`. It multiplies the norm's input if `first`, else its output.
-
-    by: the shape of what is normed.
-    """
+    """A factor: an activation, of GATES, of `by`, shaped as what is normed; of the norm's input if `first`."""
 
     by: torch.Tensor
     activation: str

@@ -27,10 +27,7 @@ from accel_kernels.warmup import launch
 
 
 class Plan(NamedTuple):
-    """A kernel and its launch arguments besides pointers.
-
-    strides: those behind each pointer. sizes: of the rows. results: shape and dtype of each result.
-    """
+    """A kernel and its launch arguments. strides: behind each pointer. sizes: of rows. results: shapes and dtypes."""
 
     kernel: Any
     grid: tuple[int]

@@ -90,7 +90,8 @@ def contiguous(size: tuple[int, ...]) -> tuple[int, ...]:
 
 def collapsed(shape: tuple[int, ...], strides: list[tuple[int, ...]]) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
     """Sizes and strides of as few dimensions as there can be, the innermost first."""
-    order = sorted((d for d, size in enumerate(shape) if size > 1), key=lambda d: _nearness(d, strides))
+    # By the strides of what is written, which is there in full.
+    order = sorted((d for d, size in enumerate(shape) if size > 1), key=lambda d: (strides[-1][d], -d))
     sizes: list[int] = []
     kept: list[list[int]] = [[] for _ in strides]
     for d in order:
@@ -103,11 +104,6 @@ def collapsed(shape: tuple[int, ...], strides: list[tuple[int, ...]]) -> tuple[t
     if not sizes:
         return (1,), [(0,) for _ in strides]
     return tuple(sizes), [tuple(mine) for mine in kept]
-
-
-def _nearness(d: int, strides: list[tuple[int, ...]]) -> tuple[int, ...]:
-    """By the strides of what is written, which is there in full."""
-    return strides[-1][d], -d
 
 
 def access_of(rows: tuple[int, ...], memory: Memory) -> Access:

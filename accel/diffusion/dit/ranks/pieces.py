@@ -9,11 +9,7 @@ from accel_kernels.collective.exchange import Layout
 
 
 class Axis(NamedTuple):
-    """Elements that follow each other in sending order, at one distance where they are read and one where they are
-    written.
-
-    Every `unit`-th along dimension `dim` of the source; target: stride in the result.
-    """
+    """Elements next in sending order: every `unit`-th along `dim` of the source, at stride `target` in the result."""
 
     size: int
     dim: int

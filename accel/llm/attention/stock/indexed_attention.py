@@ -14,7 +14,7 @@ from accel_kernels import KV
 from accel_kernels.attention.paged.kv import PADDING_MASK
 from accel_kernels.attention.paged.paged_attention import rotated
 from accel_kernels.gemm.fused_linear import apply_norm
-from torch import nn
+from torch import Tensor, nn
 
 from accel.llm.attention.attention import UnderstoodAttention
 from accel.llm.attention.latent_attention import BoundLatentAttention, LatentSpec
@@ -53,7 +53,7 @@ class IndexedSpec(LatentSpec):
     def understand(cls, layer: LayerRecord, record: Record) -> UnderstoodAttention | None:
         attended = layer.attended
         indices = None if attended is None else attended.options.get(INDICES)
-        if attended is None or not isinstance(indices, torch.Tensor):
+        if attended is None or not isinstance(indices, Tensor):
             return None
         options = {name: value for name, value in attended.options.items() if name != INDICES}
         with suppress(NotUnderstood):
@@ -77,7 +77,7 @@ class BoundIndexedAttention(BoundLatentAttention):
         super().__init__(kernels, layer, spec, stack)
         self.indexer = layer.get_submodule(spec.indexer) if spec.indexer else None
 
-    def __call__(self, kernels: Kernels, step: Step, h: NormedInput, kwargs: dict) -> torch.Tensor:
+    def __call__(self, kernels: Kernels, step: Step, h: NormedInput, kwargs: dict) -> Tensor:
         """See `BoundAttention`."""
         x, spec, kv = h.normed(), self.spec, step.kvs[self.spec.index]
         assert isinstance(kv, KV)
@@ -100,20 +100,15 @@ class BoundIndexedAttention(BoundLatentAttention):
         seen = (mask if mask.dtype == torch.bool else mask == 0) & shown.unsqueeze(1)
         return self.gated(self._by_mask(q, compressed, kv, seen, self.angles(step, kwargs)), *gate)
 
-    def _chosen(self, named: dict[str, Any]) -> torch.Tensor:
+    def _chosen(self, named: dict[str, Any]) -> Tensor:
         """(rows, new, number) integers, the tokens that each new one sees."""
         if self.indexer is None:
             return named[self.spec.chosen]
         return called(self.indexer, self.spec.given, named)
 
     def _by_mask(
-        self,
-        q: torch.Tensor,
-        compressed: torch.Tensor,
-        kv: KV,
-        seen: torch.Tensor,
-        angles: tuple[torch.Tensor | None, torch.Tensor | None],
-    ) -> torch.Tensor:
+        self, q: Tensor, compressed: Tensor, kv: KV, seen: Tensor, angles: tuple[Tensor | None, Tensor | None]
+    ) -> Tensor:
         """Stores the new latents and attends to those that are seen, (1 or rows, 1, new, tokens)."""
         spec, up = self.spec, self.weight(kv).unflatten(0, (-1, self.spec.nope + self.spec.values))
         q = q.unflatten(-1, (-1, spec.nope + spec.rope))
@@ -135,7 +130,7 @@ class BoundIndexedAttention(BoundLatentAttention):
         return F.scaled_dot_product_attention(q, k, v, seen, scale=spec.scale).transpose(1, 2).flatten(2)
 
 
-def _hidden(kv: KV, shown: torch.Tensor) -> KV:
+def _hidden(kv: KV, shown: Tensor) -> KV:
     """The store, of which these tokens alone are seen, (rows, tokens)."""
     whole = F.pad(shown, (0, kv.table.shape[1] * kv.block - shown.shape[1]))
     if kv.padding_mask is not None:
@@ -145,9 +140,7 @@ def _hidden(kv: KV, shown: torch.Tensor) -> KV:
     return kv._replace(padding_mask=whole, metadata=metadata)
 
 
-def _told(
-    layer: LayerRecord, record: Record, found: UnderstoodAttention, indices: torch.Tensor
-) -> dict[str, Any] | None:
+def _told(layer: LayerRecord, record: Record, found: UnderstoodAttention, indices: Tensor) -> dict[str, Any] | None:
     """How the layer comes by its choice; None for a way that is not known."""
     of_layer, spec = layer.call.named, found.spec
     mask = next((name for name, value in of_layer.items() if value is not None and record.made(value)), None)
@@ -164,7 +157,7 @@ def _told(
     given: list[tuple[int | str, str]] = []
     for name, value in (*enumerate(call.args), *call.kwargs.items()):
         source = next((one for one, held in of_layer.items() if value is held and not plain_value(value)), "")
-        if isinstance(value, torch.Tensor) and not source:
+        if isinstance(value, Tensor) and not source:
             if found.first.input.same(Value(value)):
                 source = INPUT
             elif value.data_ptr() in made:
@@ -177,7 +170,7 @@ def _told(
     return {"indexer": layer.name(call.module), "given": tuple(given), "chosen": "", "mask": mask}
 
 
-def _behind(layer: LayerRecord, indices: torch.Tensor) -> tuple[bool, ...] | None:
+def _behind(layer: LayerRecord, indices: Tensor) -> tuple[bool, ...] | None:
     """Which of what the layer gives behind its output is the choice; None where it gives something else."""
     behind = layer.call.result[1:] if isinstance(layer.call.result, tuple) else ()
     known = all(value is None or value is indices for value in behind)

@@ -14,10 +14,7 @@ PROGRAMS = 65535  # of a launch, along the parts
 
 
 def reference(x, term, bias=None):
-    """b + (x A^T) B^T (Hu et al., "LoRA", 2021). x: (..., K); term: a `LowRankTerm` without a gate; bias: (N,).
-
-    Returns (..., N).
-    """
+    """b + (x A^T) B^T (Hu et al., "LoRA", 2021), (..., N). x: (..., K); term: without a gate; bias: (N,)."""
     parts = zip((0, *term.ends), term.ends, term.inner(x).split(term.rank, dim=-1), strict=False)
     y = torch.cat([F.linear(inner, term.up[start:end]) for start, end, inner in parts], -1)
     return y if bias is None else y + bias

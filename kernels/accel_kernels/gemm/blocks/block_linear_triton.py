@@ -93,10 +93,7 @@ def block_rows_kernel(
 
 
 def by_fragments(x, weight, norm, up) -> GemvTile | None:
-    """The tile of the kernels that read blocks as factors of the tensor cores; None where they are not chosen.
-
-    They take a row of x with up to 14,336 columns.
-    """
+    """The tile of kernels that read blocks as factors of tensor cores, of up to 14,336 columns; None for others."""
     (n, k), source = weight.shape, weight.format.source
     if (
         not source
