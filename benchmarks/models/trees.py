@@ -41,11 +41,7 @@ class Images:
 
     def __init__(self, name: str, options: dict) -> None:
         import accel
-
-        try:
-            from accel.bench.diffusion.cases import CASES
-        except ImportError:  # an earlier tree has them there
-            from accel.bench.cases import CASES
+        from accel.bench.diffusion.cases import CASES
 
         self.case, dtype = CASES[name], torch.float16
         self.inputs = self.case.inputs(DEVICE, dtype)
