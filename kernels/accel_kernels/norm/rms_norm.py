@@ -17,7 +17,10 @@ GATES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"silu": F.silu, "sig
 
 
 class Gate(NamedTuple):
-    """A factor: an activation, of GATES, of `by`, shaped as what is normed; of the norm's input if `first`."""
+    """A factor: the activation, a name of GATES, of `by`. It multiplies the norm's input if `first`, else its output.
+
+    by: the shape of what is normed.
+    """
 
     by: torch.Tensor
     activation: str
