@@ -46,8 +46,8 @@ RECENT = 1.0  # seconds since a step, after which a text counts as ended
 class Seq2SeqForward(DecoderStepForward):
     """Takes over the cache of a text, and has its steps computed there.
 
-    output: the class of what a call returns. whole: steps may also run the model's own code all through. begins: a few
-    first tokens may be so many steps too.
+    output: the class of what a call returns. whole: steps may also run the model's own code all through. begins: so
+    many first tokens may be steps too.
     """
 
     captures = False  # the encoder and the prompt are run one by one, in which lone sites must pay
@@ -64,7 +64,7 @@ class Seq2SeqForward(DecoderStepForward):
         "hidden_texts",
     )
     whole = True
-    begins = False
+    begins = 0
     unfit = hides_a_text
     output: type
     memory: FixedMemory
@@ -120,7 +120,7 @@ class Seq2SeqForward(DecoderStepForward):
             return None
         if getattr(streamed_model(self.module), "streamed", ()):
             return None  # keys and values of what the encoder gave are made before its layers are called
-        if type(tokens) is not torch.Tensor or tokens.dim() != 2 or not 0 < tokens.shape[1] <= FIRST:
+        if type(tokens) is not torch.Tensor or tokens.dim() != 2 or not 0 < tokens.shape[1] <= self.begins:
             return None
         if given.get("logits_to_keep") or (positions is not None and positions.shape != tokens.shape):
             return None

@@ -40,7 +40,7 @@ from accel.llm.runtime.lm_head import StepHeadForward
 from accel.patching.fast_forward import as_written
 from accel.patching.rule import Change, Context, ForwardPatch, Match, Patch, Site, Skip
 from accel.patching.structure import meta_weights, placement, side_effects
-from accel.seq2seq.decoder import Seq2SeqForward
+from accel.seq2seq.decoder import FIRST, Seq2SeqForward
 from accel.seq2seq.fixed_memory import ASKED, CROSS
 from accel.seq2seq.generate import generate_patches
 from accel.seq2seq.layers import DecoderLayerForward, understand_decoder
@@ -106,7 +106,7 @@ def _understand(forward: Seq2SeqForward, trial: "StepTrial", context: Context) -
     try:
         _try(forward, trial.again)
     except NotUnderstood:
-        forward.layers, forward.begins = (), False
+        forward.layers, forward.begins = (), 0
         raise
     finally:
         forward.apart = False
@@ -233,8 +233,11 @@ class StepTrial:
                 self.compare(text)
                 if forward.reason is not None:
                     raise NotUnderstood(forward.reason)
-            forward.begins = all(layer.attentions[CROSS].sources for layer in forward.layers)
-            forward.begins = forward.begins and all(map(self.begins, self.texts))
+            forward.begins = FIRST if all(layer.attentions[CROSS].sources for layer in forward.layers) else 0
+            if forward.begins and not all(map(self.begins, self.texts)):
+                forward.begins = 0
+            elif forward.begins and not self.counts_padding():
+                forward.begins = 1
 
     def begins(self, text: Text) -> bool:
         """Whether the first tokens may be steps too."""
@@ -246,6 +249,21 @@ class StepTrial:
             reason_of(error)
             return False
         return True
+
+    def counts_padding(self) -> bool:
+        """Whether tokens behind one of padding, which no mask tells of, have the positions that steps give them."""
+        before, pad = self.ids, getattr(self.forward.module.get_decoder().config, "pad_token_id", None)
+        if pad is None:
+            return True
+        self.ids = before.clone()
+        self.ids[0, 0] = pad
+        try:
+            return self.begins(self.stock({}, 1))
+        except Exception as error:  # a token that it does not have
+            reason_of(error)
+            return True
+        finally:
+            self.ids = before
 
     def prompt(self) -> dict[str, Any]:
         """The keywords of a call that looks at all tokens at once."""

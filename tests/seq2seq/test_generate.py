@@ -38,19 +38,21 @@ from support.state import assert_same_state, snapshot
 PROMPT = torch.tensor([[2, 5, 6], [0, 7, 9]])
 PADDED = {"decoder_input_ids": PROMPT, "decoder_attention_mask": (PROMPT > 0).long()}
 LONG = torch.arange(3, 27).view(2, 12)
+UNTOLD = torch.tensor([[2, 0, 6], [0, 3, 9]])  # padding, that some models have positions go by
 
 
 def test_tokens_are_those_of_stock(family, steps, attended, monkeypatch):
     model, stock = optimized(family)
     ran, loops = steps(), noted(monkeypatch, MemoryLoop, "run", lambda loop: loop.fused)
     heads = noted(monkeypatch, StepHeadForward, "fast", lambda head, x: x.shape[0])
+    begun = 9 if family == "M2M100" else 12
     ours = [
         (source(family), options(), 2, 10),
         (source(family, masked=False), options(), 2, 10),
         (source(family, length=70), options(num_beams=4), 8, 10),
         (source(family, rows=1), options(num_beams=3), 3, 10),
         (source(family), options(do_sample=True, top_k=10), 2, 10),
-        (source(family) | {"decoder_input_ids": PROMPT}, options(), 2, 12),
+        (source(family) | {"decoder_input_ids": UNTOLD}, options(), 2, begun),
         (source(family) | {"decoder_input_ids": LONG}, options(), 2, 9),  # its prompt is run at once
         (source(family) | PADDED, options(), 2, 9),
         (source(family), options(return_dict_in_generate=True, output_scores=True), 2, 10),
