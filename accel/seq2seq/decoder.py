@@ -288,12 +288,14 @@ class Seq2SeqForward(DecoderStepForward):
             bytes_ = 2 * len(layers[OWN]) * token.shape[0] * token.shape[1] * token.shape[3] * token.element_size()
             if bytes_ * sum(rooms) > 2**20 * self.runner.pool.limit_mb(device):
                 raise Unfit("its keys and values take more than graph_memory_gb allows")
-        before = self.memory.addresses
+        before = self.memory.given_up
         ready = self.ready(rooms[OWN])  # here, as what is bound may be looked at, which a graph cannot
-        self.holding = Holding(self.memory, layers, rooms, beams if ready else 1)
-        if self.runner is not None and self.memory.addresses != before:
-            with self.runner.pool.lock:  # its graphs write where other things may be now
-                for entry in self.runner.entries.values():
-                    self.runner.pool.drop(entry)
-                self.runner.entries.clear()
+        try:
+            self.holding = Holding(self.memory, layers, rooms, beams if ready else 1)
+        finally:
+            if self.runner is not None and self.memory.given_up != before:
+                with self.runner.pool.lock:  # its graphs write where other things may be now
+                    for entry in self.runner.entries.values():
+                        self.runner.pool.drop(entry)
+                    self.runner.entries.clear()
         return self.holding

@@ -18,6 +18,7 @@ from accel.seq2seq.held_layers import HeldLayer
 OWN, CROSS = 0, 1  # parts of a cache
 Shape = tuple[int, ...]  # layers, 2, rows, heads, tokens, D
 BLOCK = 64  # tokens, of a store; a row has whole blocks
+STORES = 128  # of as many shapes, before all are made anew
 ASKED = "a step asks how many tokens came before it"
 COUNTED = 64  # numbers for each row and head that `accel_kernels.paged_attention` counts by
 
@@ -33,22 +34,24 @@ class FixedStore(NamedTuple):
 
 
 class FixedMemory:
-    """The memory of one model, by parts of a cache."""
+    """The memory of one model, by parts of a cache. given_up: how often some was, which graphs hold the addresses of;
+    what is there now may lie at the same ones.
+    """
 
     def __init__(self) -> None:
         self.flat: dict[int, torch.Tensor] = {}
-        self.stores: dict[tuple[int, Shape, int], FixedStore] = {}  # graphs hold their addresses too
-
-    @property
-    def addresses(self) -> tuple[int, ...]:
-        """Which graphs hold for."""
-        return tuple(self.flat[part].data_ptr() for part in sorted(self.flat))
+        self.stores: dict[tuple[int, Shape, int], FixedStore] = {}
+        self.given_up = 0
 
     def room(self, part: int, shape: Shape, like: torch.Tensor) -> torch.Tensor:
         """At the same place as before where it is large enough; what was there is lost."""
         size, held = _blocks(shape).numel(), self.flat.get(part)
+        if len(self.stores) > STORES:
+            self.stores.clear()
+            self.given_up += 1
         if held is None or held.numel() < size or (held.dtype, held.device) != (like.dtype, like.device):
             self.flat.pop(part, None)
+            self.given_up += 1
             self.stores = {key: one for key, one in self.stores.items() if key[0] != part}
             with torch.inference_mode(False):  # else only calls in that mode could write to it
                 self.flat[part] = torch.zeros(size, dtype=like.dtype, device=like.device)

@@ -1,6 +1,7 @@
 """generate() of more families, known by what they hold."""
 
 import copy
+from itertools import cycle
 
 import pytest
 import torch
@@ -9,6 +10,9 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.modeling_outputs import BaseModelOutput
 
 import accel
+from accel.cuda_graphs.pool import GraphPool
+from accel.seq2seq import fixed_memory
+from accel.seq2seq.memory_attention import MemoryStep
 from support.objects.seq2seq import (
     LAYERS,
     MAKES,
@@ -216,3 +220,23 @@ def test_padding_of_a_model_of_several_texts_is_not_known():
     parts = {"text_encoder": t.T5Config(**T5), "audio_encoder": sound, "decoder": t.MusicgenDecoderConfig(**sizes)}
     model = accel.optimize(t.MusicgenForConditionalGeneration(t.MusicgenConfig(**parts)).eval())
     assert ("text_encoder.encoder", "encoder", "patched") in [row[:3] for row in accel.report(model).sites]
+
+
+def test_graphs_go_with_the_memory_that_they_were_captured_over(monkeypatch):
+    """Also where what comes next lies at the same addresses; and stores do not become ever more."""
+    model, stock = optimized("Bart")
+    runner, memory, dropped = vars(model)["forward"].runner, vars(model)["forward"].memory, []
+    monkeypatch.setattr(GraphPool, "drop", lambda pool, graph: dropped.append(graph))
+    monkeypatch.setattr(MemoryStep, "pages", lambda *_: True)
+    monkeypatch.setattr(fixed_memory, "STORES", 3)
+    zeros, places = torch.zeros, cycle([torch.zeros(100_000), torch.zeros(100_000)])
+
+    def flat(*size, **given):
+        return next(places)[: size[0]] if given.get("dtype") is torch.float32 else zeros(*size, **given)
+
+    monkeypatch.setattr(torch, "zeros", flat)
+    for rows, graph in ((2, "no memory"), (3, "less memory"), (2, "kept"), (1, "many stores")):
+        runner.entries["text"] = graph
+        assert_same(model, stock, source("Bart", rows=rows), options())
+    assert dropped == ["no memory", "less memory", "many stores"]
+    assert len(memory.stores) == 2

@@ -191,7 +191,7 @@ def test_a_step_that_is_written_down_once_serves_every_text(family, monkeypatch)
         how, more = choice or (None, ())
         step, make = (*text.given, *more), self.step if choice is None else partial(self.chosen, how)
         given = [one is not None for one in step]
-        key = self.memory.addresses, holding.room(OWN), holding.room(CROSS), holding.rows, how, *given
+        key = self.memory.given_up, holding.room(OWN), holding.room(CROSS), holding.rows, how, *given
 
         def eager(*tensors):
             left = iter(tensors)
