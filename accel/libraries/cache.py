@@ -94,8 +94,9 @@ def generating_cache(model_kwargs: dict[str, Any]) -> Any:
 
 
 def cache_of(output: Any) -> Any:
-    """The cache in what a forward returned; None where it has none."""
-    return next((value for value in output.values() if isinstance(value, Cache)), None)
+    """The cache in what a forward returned, which may be a tuple; None where it has none."""
+    values = output if isinstance(output, tuple) else output.values()
+    return next((value for value in values if isinstance(value, Cache)), None)
 
 
 @lru_cache(maxsize=256)

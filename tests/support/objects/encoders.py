@@ -26,7 +26,7 @@ BART |= {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "ffn_dim": 
 CONFIGS = {
     "Bert": t.BertConfig(**SIZES),
     "Roberta": t.RobertaConfig(**SIZES),
-    "Electra": t.ElectraConfig(**SIZES, embedding_size=16),
+    "Electra": t.ElectraConfig(**SIZES, embedding_size=16, return_dict=False),
     "DistilBert": t.DistilBertConfig(**DISTIL),
     "ModernBert": t.ModernBertConfig(**SIZES, **MODERN),
     "NomicBert": t.NomicBertConfig(**SIZES),
