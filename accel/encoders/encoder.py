@@ -18,7 +18,7 @@ from accel.cuda_graphs.runner import GraphRunner
 from accel.cuda_graphs.small_calls import SmallCalls
 from accel.encoders.inputs import GRIDS, SHOWN, SOUNDS, TEXT, Inputs, pad_token
 from accel.encoders.late_cache import LateCache
-from accel.encoders.packing import PaddedRows, Sight, padded, reads_positions, unpadded
+from accel.encoders.packing import Packing, PaddedRows, Sight, padded, reads_positions, unpadded
 from accel.encoders.picture_sizes import PictureSizes
 from accel.encoders.recording import layers_in
 from accel.encoders.stack import HIDDEN_STATES, EncoderLayerForward, EncoderStep
@@ -46,11 +46,11 @@ class EncoderForward(FastForward):
     """An encoder and its layers. root: the model that it is part of, or itself; blind: whether what that gives does not
     depend on rows of padding behind a text, so that none are computed in its calls. unseen: nor in others, as the
     user says. pad: where it is blind only to padding that is this token. caches: it makes a cache where a call does not
-    say otherwise; watches: somebody has looked into one. shows: the code around the layers is given the mask, and what
-    each layer gives where there is none. inputs: what it is given; unread: names of what it is given beside, which
-    changes nothing. order: of the layers that it calls, some of them several times. stops: see `EncoderStep`. mirrors,
-    alike: see `Sight`. When it was understood, implementation: of attention; settings: what `told` gave; kinds: of
-    modules in it. sizes: what its code makes of these alone, as keywords; None for nothing that is known.
+    say otherwise; watches: somebody has looked into one. heard: hooks are on what it calls. shows: the code around the
+    layers is given the mask, and what each layer gives where there is none. inputs: what it is given; unread: names of
+    what it is given beside, which changes nothing. order: of the layers that it calls, some of them several times.
+    stops: see `EncoderStep`. mirrors, alike: see `Sight`. When it was understood, implementation: of attention;
+    settings: what `told` gave; kinds: of modules in it. sizes: what its code makes of these alone, or None.
     """
 
     renewed = ("seen", "reason", "lock", "sees", "biases", "differ")
@@ -68,7 +68,7 @@ class EncoderForward(FastForward):
     steps: ForwardContext
     runner: GraphRunner | None  # of the layers
     calls: SmallCalls
-    blind = unseen = caches = watches = alike = False
+    blind = unseen = caches = watches = alike = heard = False
     pad: int | None = None
     mirrors = True
     shows = False
@@ -188,6 +188,8 @@ class EncoderForward(FastForward):
         if mask is not None and not self.small and self.inputs.main not in SOUNDS:
             # Now, so that the GPU looks at it while the model's own code begins.
             step.padded = self.padded(mask, step.ids, None, shows)
+            if self.heard and not self.alike:  # what runs before the layers is to run once
+                self._fitting(step.padded or padded(None, mask.flatten(1).bool(), False, self.sight), mask)
         if not self.shows:
             named.pop(self.inputs.mask, None)
         told = {} if self.sizes is None else self.sizes(named[GRIDS])
@@ -251,23 +253,27 @@ class EncoderForward(FastForward):
         rows = step.padded or self.padded(mask, step.ids, x, step.shows)
         if rows is None or mask.flatten(1).shape != x.shape[:2] or mask.device != x.device:
             raise Unfit("a mask of another shape, or on another device")
-        if self.calls.weighs and not bool(((mask == 0) | (mask == 1)).all()):
-            raise Unfit("a mask of other numbers than 0 and 1, with which its code computes")
         step.packing = rows.largest
         y = step.packing.pack(x)  # before it waits, as what follows
         if all(layer.attention.relative is None for layer in self.layers):  # else it hangs on the longest text
             self._prepare(step)
-        packing = rows.packing(x)
+        step.settle(self._fitting(rows, mask))
+        if rows.differ and step.ids is not None and not self.apart:
+            self.differ = ALIKE_AGAIN
+        return y[: step.packing.size]
+
+    def _fitting(self, rows: PaddedRows, mask: torch.Tensor) -> Packing:
+        """The packing that a mask asks for. Waits for the GPU. Raises Unfit."""
+        if self.calls.weighs and not bool(((mask == 0) | (mask == 1)).all()):
+            raise Unfit("a mask of other numbers than 0 and 1, with which its code computes")
+        packing = rows.packing(mask.flatten(1))
         reaches = [one.attention.reach for one in self.layers if one.attention.reach is not None]
         named = getattr(self.module.config, ATTENTION, None)
         # To eager attention all are alike then, which so few tokens as a trial has do not show.
         other = named == EAGER and not self.apart and (packing.mirrored or any(far is not None for far, _ in reaches))
         if packing.keys is not None and packing.unseen is None and reaches and (other or named != self.implementation):
             raise Unfit("rows of padding may see nothing, of which each attention makes something else")
-        step.settle(packing)
-        if rows.differ and step.ids is not None and not self.apart:
-            self.differ = ALIKE_AGAIN
-        return y[: packing.size]
+        return packing
 
     def padded(
         self, mask: torch.Tensor, ids: torch.Tensor | None, x: torch.Tensor | None, shows: bool = False
@@ -309,6 +315,7 @@ class EncoderForward(FastForward):
             return elsewhere
         if self.told() != self.settings:
             return "its configuration has changed since it was optimized"
+        self.heard = any(foreign_hooks(one, CallersHook) for one in list(self.module.modules())[1:])
         self.streams, stack = False, not self.apart and streamed_model(self.root) is None
         for layer in self.layers:
             for path, one in layer.module.named_modules(prefix=layer.path):  # the user's code would see packed rows

@@ -11,7 +11,7 @@ from accel.cuda_graphs.small_calls import MOST_TOKENS, SmallCalls
 from accel.encoders.packing import Sight, bucket, padded, unpadded
 from accel.errors import Unfit
 from support.noted import noted
-from support.objects.encoders import fallbacks, ids_and_mask, made
+from support.objects.encoders import assert_same, fallbacks, ids_and_mask, made
 
 X = torch.randn(3, 37, 16, generator=torch.Generator().manual_seed(0))
 LENGTHS = torch.tensor([37, 1, 20])
@@ -107,3 +107,15 @@ def test_rows_of_padding_are_zeros_where_the_user_asks_for_that():
     assert not got[~real].any() and not fallbacks(model)
     with pytest.raises(ValueError, match="padding='none' is not one of 'stock', 'zeros'"):
         accel.optimize(model, padding="none")
+
+
+@pytest.mark.parametrize(("family", "side"), [("Bert", "empty"), ("MPNet", "holes")])
+def test_a_hook_in_front_of_the_layers_is_called_once(family, side):
+    """Also where its mask has a call run stock, which is known before the model's code begins."""
+    (model, stock), heard = made(family), []
+    accel.optimize(model)
+    for one in (model.embeddings, stock.embeddings):
+        one.register_forward_hook(lambda module, *_: heard.append(module is model.embeddings))
+    for padding in ("right", side):
+        assert_same(model, stock, **ids_and_mask(padding))
+    assert heard == [True, False] * 2 and len(fallbacks(model)) == 1
