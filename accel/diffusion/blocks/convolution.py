@@ -23,6 +23,8 @@ class ConvolutionForward(FastForward):
     """nn.Conv2d over a channels-last image; (N, C, H, W) -> (N, C', H', W')."""
 
     def unfit(self, input: Any) -> str | None:
+        if keeps_forward(self.module):  # which would be this one
+            return "a weight that is no parameter of torch's"
         return None if type(input) is torch.Tensor and input.dim() == 4 else "input that is not a batch of images"
 
     def parts(self) -> Parts:
