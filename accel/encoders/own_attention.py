@@ -15,7 +15,7 @@ from accel.errors import reason_of
 from accel.in_flight import listening
 from accel.llm.recording.record import NotUnderstood, is_absent
 from accel.patching.fast_forward import FastForward
-from accel.patching.structure import CallersHook, foreign, foreign_hooks, replaced_forward
+from accel.patching.structure import CallersHook, foreign, foreign_hooks, placement, replaced_forward
 
 ASKED = "output_attentions"
 ALONE = "attentions are fused inside of its own code"  # as the report says
@@ -38,13 +38,15 @@ class OwnAttention(FastForward):
 class OwnCodeForward(FastForward):
     """An encoder around such modules. What waits beside its attentions, shares that nobody asks for, is dropped.
 
-    rounds: numbers of a sequence that is all padding are what rounding makes of them, as Funnel's.
+    rounds: numbers of a sequence that is all padding are what rounding makes of them, as Funnel's. tried: the dtype in
+    which this was found out; in float16 it is so of all rows that see nothing, as a mask is no less than -65504 there.
     """
 
     renewed = ("seen", "reason")
     forgotten = ("seen",)
     inputs: Inputs
     apart = rounds = False  # the former as of `EncoderForward`
+    tried: torch.dtype
     seen: Fingerprint | None
     reason: str | None  # why it runs stock, as it is now
 
@@ -57,6 +59,9 @@ class OwnCodeForward(FastForward):
             return f"{ASKED}: its attentions run stock"
         if self.unlike(args, kwargs):
             return EMPTY
+        half = placement(self.module)[1]
+        if half is torch.float16 is not self.tried and self.named(args, kwargs).get(self.inputs.mask) is not None:
+            return f"a mask in float16, where {self.tried} was tried: optimize it again"
         if self.seen is None or not (self.seen.reachable() and self.seen.holds()):
             every = self.module.modules()
             looked = any(foreign_hooks(one, CallersHook) or replaced_forward(one) or foreign(one) for one in every)

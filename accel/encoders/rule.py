@@ -52,7 +52,7 @@ from accel.llm.recording.record import NotUnderstood
 from accel.llm.recording.resting import resting
 from accel.patching.fast_forward import as_written
 from accel.patching.rule import Change, Context, ForwardPatch, Match, Rule, Site, Skip, first_of
-from accel.patching.structure import meta_weights, side_effects
+from accel.patching.structure import meta_weights, placement, side_effects
 from accel.tolerances import LOGITS, bound
 
 GRAPH = Rule("CUDA graph", match_graph)
@@ -160,7 +160,7 @@ def _own_code(site: Site, context: Context, inputs: Inputs, reason: str) -> Matc
     """Of a model whose layers are not understood, for this reason: its attentions alone are fused."""
     model: Any = site.module
     place = context.kernels, context.log
-    forward = OwnCodeForward(model, site.path, *place, inputs=inputs)
+    forward = OwnCodeForward(model, site.path, *place, inputs=inputs, tried=placement(model)[1])
     masked, told = inputs.mask in forward.names, None
     try:
         example = small_call(model, inputs)

@@ -107,6 +107,8 @@ def test_calls_that_run_stock():
     model, stock = made("funnel")  # where rounding decides what a sequence attends to that is all padding
     assert_same_tensors(accel.optimize(model), stock, ids_and_mask("empty"), 4e-5)
     assert fallbacks(model) == ["a sequence that is all padding"]
+    assert_same_tensors(model.half(), stock.half(), ids_and_mask(), 4e-5)
+    assert fallbacks(model)[1:] == ["a mask in float16, where torch.float32 was tried: optimize it again"]
 
 
 def test_restore_and_copies():
