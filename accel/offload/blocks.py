@@ -152,10 +152,13 @@ def nbytes(model: nn.Module) -> int:
     return sum({one.data_ptr() or id(one): bytes_in(one) for one in weights_in(model)}.values())
 
 
-def pieces(model: nn.Module) -> list[tuple[str, Layout]]:
-    """The layout of what is in no block, of path "", and of each block's own weights. Raises ValueError as `Layout`."""
+def pieces(model: nn.Module, apart: set[int]) -> list[tuple[str, Layout]]:
+    """The layout of what is in no block, of path "", as are those apart, by id; and of each block's own weights. Raises
+    ValueError as `Layout`.
+    """
     blocks = streaming_blocks(model)
-    found = dict(zip(blocks, streamable(model, blocks), strict=True))
+    held = ([one for one in tensors if id(one) not in apart] for tensors in streamable(model, blocks))
+    found = dict(zip(blocks, held, strict=True))
     own = {id(one) for tensors in found.values() for one in tensors}
     rest = Layout([one for one in weights_in(model) if id(one) not in own])
     return [("", rest), *((path, Layout(tensors)) for path, tensors in found.items() if tensors)]

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import ceil
 from typing import NamedTuple
 
 from accel.errors import Refused
@@ -88,11 +89,9 @@ def room_for_weights(card: int, beside: int) -> int:
 
 def check_fits(sizes: WeightSizes, budget: Budget, name: str) -> None:
     """Raises Refused where the weights that must be on the card at once do not fit."""
-    if sizes.least() + SLACK > budget.card:
-        raise Refused(
-            f"memory={budget.card / 1e9:.2f} GB: a {name} needs {(sizes.least() + SLACK) / 1e9:.2f} GB for the weights "
-            "that are on the GPU at once, and more for a call"
-        )
+    if (least := sizes.least() + SLACK) > budget.card:
+        needs = f"{ceil(least / 1e7) / 100:.2f} GB for the weights that are on the GPU at once, and more for a call"
+        raise Refused(f"memory={budget.card / 1e9:.2f} GB: a {name} needs {needs}")
 
 
 def predicted_seconds(sizes: WeightSizes, streamed: Sequence[int], flops: float, bus: float, rate: float) -> float:

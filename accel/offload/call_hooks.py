@@ -25,6 +25,7 @@ class BlockHook(CallersHook):
         self.model, self.path, self.behind = model, path, behind
 
     def __call__(self, module: nn.Module, *given: Any) -> None:
+        self.model.reads.inside = "" if self.behind else self.path
         self.model.leave_block(self.path) if self.behind else self.model.take_block(self.path)
 
 
@@ -44,7 +45,8 @@ class StreamedCall(Permit):
         stock = getattr(type(module), GATE)
         if self.streamed.caller == threading.get_ident():
             return stock(module, *args, **kwargs)
-        with self.streamed.one_call(self.path, (args, kwargs)), _refusing_gradients(self.streamed):
+        held = self.streamed
+        with held.one_call(self.path, (args, kwargs)), _noting_reads(held), _refusing_gradients(held):
             return stock(module, *args, **kwargs)
 
 
@@ -79,6 +81,11 @@ def unhook(streamed: Any) -> None:
     hook_blocks(streamed, ())
     if streamed_model(streamed.model) is streamed:
         _take_off(streamed.model)
+
+
+def _noting_reads(streamed: Any) -> AbstractContextManager:
+    """Of a call that is the first of its size, or may be, as weights come within it."""
+    return streamed.reads if streamed.unknown or streamed.arena is None else nullcontext()
 
 
 def _refusing_gradients(streamed: Any) -> AbstractContextManager:

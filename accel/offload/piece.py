@@ -76,6 +76,15 @@ class PlacedWeights:
                     continue
                 become(tensor, view)
 
+    def keep(self, tensor: torch.Tensor) -> None:
+        """Somebody has changed this weight on the card, where its bytes are for a while."""
+        with as_ordinary():
+            for (one, view, _), (_, host, _) in zip(
+                self.places[WeightPlacement.CARD], self.places[WeightPlacement.HOST], strict=True
+            ):
+                if one is tensor:
+                    host.copy_(view)
+
     def bring_back(self, changed: bool) -> None:
         """From the card to the CPU. changed: what it holds there may be something else."""
         if changed and self.placement is WeightPlacement.CARD:
@@ -92,15 +101,19 @@ class PlacedWeights:
 
 
 def laid_anew(
-    pieces: list[PlacedWeights], kept: list[PlacedWeights], tensors: list[torch.Tensor]
+    pieces: list[PlacedWeights], kept: list[PlacedWeights], tensors: list[torch.Tensor], apart: set[int]
 ) -> list[tuple[str, Layout]]:
-    """By path the layouts in the place of pieces that are not kept, and of tensors that are in none, of path ""."""
+    """By path the layouts in the place of pieces that are not kept, and of tensors that are in none, of path "", as are
+    those apart, by id.
+    """
     present = {id(one): one for one in tensors}
     touched = [(piece.path, piece.layout.slots) for piece in pieces if piece not in kept]
-    found = [(path, [slot.tensor for slot in slots if id(slot.tensor) in present]) for path, slots in touched]
+    stay = present.keys() - apart
+    found = [(path, [slot.tensor for slot in slots if id(slot.tensor) in stay]) for path, slots in touched]
     for piece in pieces:
         for slot in piece.layout.slots:
-            present.pop(id(slot.tensor), None)
+            if piece in kept or id(slot.tensor) in stay:
+                present.pop(id(slot.tensor), None)
     return [(path, Layout(held)) for path, held in (*found, ("", list(present.values()))) if held]
 
 

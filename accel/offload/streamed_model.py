@@ -20,14 +20,14 @@ from accel.offload.call_hooks import elements, hook_blocks, hook_model, streamed
 from accel.offload.hot_experts import ExpertTables, HotExperts, stacks_in
 from accel.offload.layout import CPU, as_ordinary, unmovable, weights_in
 from accel.offload.memory import PAGE, HostBuffer
+from accel.offload.outside_reads import OutsideReads
 from accel.offload.piece import PlacedWeights, WeightPlacement, blocks_moved, laid_anew, where_left
 from accel.offload.placed_model import ROW, PlacedModel, sums
 from accel.offload.ring import Ring
 from accel.patching.fast_forward import FastForward
 
 GRAIN = 8 * ROW  # bytes of which sums are taken
-# Held in a call that is measured: the peak is the process's, and begins anew for one alone.
-MEASURING = threading.Lock()
+MEASURING = threading.Lock()  # held in a call that is measured: the peak is the process's, and begins anew for one
 
 
 class StreamedModel(PlacedModel):
@@ -48,6 +48,7 @@ class StreamedModel(PlacedModel):
     def renew(self) -> None:
         super().renew()
         self.pieces: list[PlacedWeights] = []
+        self.reads = OutsideReads(self)
         self.plans: list = []  # of the model and its parts, by which the pieces were made
         self.order: list[str] = []  # of blocks, by path, as they were called
         self.streamed: tuple[int, ...] | None = None  # numbers of blocks, by `order`, as they are placed now
@@ -109,14 +110,14 @@ class StreamedModel(PlacedModel):
 
         Pieces that nobody touched stay; what is new beside them, such as an adapter, is for the card.
         """
-        present = set(map(id, tensors))
+        present, apart = set(map(id, tensors)), self.reads.apart
         self.pieces, self.plans = still_placed(self.model, self.pieces, self.plans)
-        kept = intact = [piece for piece in self.pieces if piece.intact(present)]
+        kept = intact = [piece for piece in self.pieces if piece.intact(present) and self.reads.streams(piece)]
         if self.stacks and any(piece.path for piece in self.pieces if piece not in kept):
             kept = []  # whose tensors lie side by side
         if kept and {id(slot.tensor) for piece in kept for slot in piece.layout.slots} == present:
             return
-        left = laid_anew(self.pieces, kept, tensors) if intact else pieces(self.model)
+        left = laid_anew(self.pieces, kept, tensors, apart) if intact else pieces(self.model, apart)
         ends = list(accumulate((layout.nbytes + PAGE for _, layout in left), initial=0))
         host, here = HostBuffer(ends[-1]), left[0][1].slots[0].tensor.device
         others = {id(piece.host): piece.host.pinned_bytes for piece in kept}
@@ -179,15 +180,13 @@ class StreamedModel(PlacedModel):
         del before
         inside, at = {self.order[i] for i in streamed}, 0
         for piece in self.pieces:
+            piece.placement = WeightPlacement.RING if piece.path in inside else WeightPlacement.CARD
             if piece.path not in inside:
                 with as_ordinary():
                     arena[at : at + piece.nbytes].copy_(piece.bytes, non_blocking=True)
-                piece.placement = WeightPlacement.CARD
                 piece.put(WeightPlacement.CARD, arena[at : at + piece.nbytes])
                 piece.go(WeightPlacement.CARD, WeightPlacement.HOST)
                 at += piece.nbytes
-            else:
-                piece.placement = WeightPlacement.RING
         self.kept = -(-at // GRAIN) * GRAIN
         self.sums = sums(arena[: self.kept])
         self._make_ring(streamed, arena[self.kept :])
@@ -206,10 +205,10 @@ class StreamedModel(PlacedModel):
         if memory.is_cuda and self.stream is None:
             self.stream = stream_of_its_own(self.device)
         pinned = {i for i, piece in enumerate(blocks) if piece.pinned}
-        self.ring = Ring(buffers, [piece.bytes for piece in blocks], pinned, self.stream)
         for number, piece in enumerate(blocks):
             piece.put(WeightPlacement.CARD, buffers[number % count][: piece.nbytes])
             self.numbers[piece.path] = number, piece
+        self.ring = Ring(buffers, [piece.bytes for piece in blocks], pinned, self.stream)
         if self.stacks:
             memory, stacks = memory[count * largest :], [self.stacks[piece.path] for piece in blocks]
             rows = [list(self.stacks).index(piece.path) for piece in blocks]

@@ -20,7 +20,20 @@ from accel.offload.ring import Ring
 from support.diffusion.library_formats import in_blocks, quantized
 from support.llm.families import make, padded
 from support.objects.seq2seq import OTHERS
-from support.objects.streaming import aligning_hooks, bert, flux, levels, llama, same, stored, t5, unet, within
+from support.objects.streaming import (
+    aligning_hooks,
+    bert,
+    dit,
+    flux,
+    levels,
+    llama,
+    rwkv,
+    same,
+    stored,
+    t5,
+    unet,
+    within,
+)
 
 pytestmark = pytest.mark.usefixtures("streaming")
 
@@ -91,6 +104,21 @@ def test_blocks_stream_and_results_are_the_same(make, share):
     assert torch.equal(call(model), stock) and len(places) == len(list(model.parameters()))
     assert not any(one._forward_hooks or one._forward_pre_hooks for one in model.modules())
     assert all(p.untyped_storage().nbytes() == p.nbytes for p in model.parameters())
+
+
+@pytest.mark.parametrize("make", [dit, rwkv])
+@pytest.mark.share(1)
+@torch.no_grad()
+def test_weights_of_a_block_that_others_read_stay(make):
+    """They are brought where a first call shows them, and changes in place are kept."""
+    model, call = make()
+    twin = accel.optimize(copy.deepcopy(model))
+    sizes, wanted = sizes_of(model), [call(twin) for _ in range(3)]
+    accel.optimize(model, memory=sizes.on_card(range(5)) + (2 if make is dit else 5) * sizes.blocks[0] // 2)
+    assert all(torch.equal(call(model), one) and streamed(model).streamed for one in wanted)
+    assert streamed(model).reads.apart and not accel.report(model).fallbacks
+    accel.restore(model)
+    same(model, stored(accel.restore(twin)))
 
 
 @pytest.mark.parametrize("name", ["gpt-neo", "longcat", "LongT5"])  # masks, lists, own code around attention in layers

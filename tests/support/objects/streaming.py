@@ -4,9 +4,18 @@ import gc
 import weakref
 
 import torch
-from diffusers import AutoencoderKLLTX2Audio, FluxTransformer2DModel
+from diffusers import AutoencoderKLLTX2Audio, DiTTransformer2DModel, FluxTransformer2DModel
 from peft import LoraConfig, inject_adapter_in_model
-from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
+from transformers import (
+    BertConfig,
+    BertModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    RwkvConfig,
+    RwkvModel,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from accel.offload import budget, hooks, placed_model, streamed_model
 from accel.offload.blocks import sizes_of
@@ -115,6 +124,22 @@ def unet():
     inject_adapter_in_model(LoraConfig(r=2, target_modules=["to_v"], init_lora_weights=False), model)
     given = unet_inputs(model)
     return model.eval(), lambda model: model(**given).sample
+
+
+def dit():
+    """One that embeds classes by its first block, and once more by that after the last, and a call of it."""
+    sizes = {"num_attention_heads": 2, "attention_head_dim": 16, "in_channels": 4, "out_channels": 4, "sample_size": 4}
+    model = DiTTransformer2DModel(num_layers=5, num_embeds_ada_norm=9, **sizes).eval()
+    given = {"timestep": torch.tensor([5]), "class_labels": torch.tensor([1])}
+    image = torch.randn(1, 4, 4, 4)
+    return model, lambda model: model(image, **given).sample
+
+
+def rwkv():
+    """One that rescales weights of its later blocks, in place, before it calls the first one; and a call of it."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "attention_hidden_size": 32, "num_hidden_layers": 5}
+    model, ids = RwkvModel(RwkvConfig(vocab_size=64, rescale_every=2, **sizes)).eval(), torch.randint(0, 64, (1, 9))
+    return model, lambda model: model(ids).last_hidden_state
 
 
 def beginnings(ids):
