@@ -16,7 +16,7 @@ from accel.errors import PatchConflict
 from accel.fusion.channels_last import ChannelsLast
 from accel.fusion.loop import DenoisingLoop
 from accel.fusion.stacked_linears import Stacked
-from accel.libraries.models import denoising_loops
+from accel.libraries.models import denoising_loops, pipelines_in
 from accel.offload.hooks import SWITCH, OffloadPatch
 from accel.patching.owner import InstanceMethod, PartlyCopied, disown
 from accel.patching.probe import Probe
@@ -116,10 +116,11 @@ def take_over_offload(pipe: object, context: Context) -> StageResult:
     if not hasattr(pipe, SWITCH):
         return StageResult()
     turns = pipeline_turns(pipe, context)
+    budget = None if turns is None else turns.budget
+    taken = tuple(OffloadPatch(one, lay_out_for_gpu, budget) for one in pipelines_in(pipe))
     if turns is None:
-        return StageResult((OffloadPatch(pipe, lay_out_for_gpu),))
-    tiled = decodes_within(models_of(pipe), turns.budget)
-    return StageResult((turns, OffloadPatch(pipe, lay_out_for_gpu, turns.budget), *tiled))
+        return StageResult(taken)
+    return StageResult((turns, *taken, *decodes_within(models_of(pipe), turns.budget)))
 
 
 def lay_out_for_gpu(model: nn.Module, device: torch.device) -> None:

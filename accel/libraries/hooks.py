@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 HOOK, BENEATH, FORWARD = "_hf_hook", "_old_forward", "forward"  # what accelerate puts on a module
+HOOKS = "_all_hooks"  # where a pipeline keeps those that it has put on its models
 REGISTRY = "_diffusers_hook"
 WRAPPERS = "diffusers.hooks.hooks"  # where the functions are written that diffusers puts in a forward's place
 CASTS, CASTING, KEEPING = "diffusers.hooks.layerwise_casting", "LayerwiseCastingHook", "PeftInputAutocastDisableHook"
@@ -67,7 +68,10 @@ def execution_device(hook: Any) -> torch.device | None:
 
 def offload_hooks(pipe: Any, devices: tuple[str, ...]) -> Iterator[tuple[nn.Module, Any]]:
     """(model, hook) of those by which accelerate moves whole models of a pipeline to a device of these kinds."""
-    for user_hook in getattr(pipe, "_all_hooks", None) or ():
+    hooks, last = list(getattr(pipe, HOOKS, None) or ()), getattr(pipe, "final_offload_hook", None)
+    while last is not None:  # of a chain, which is all that a pipeline with code of its own for it keeps
+        hooks, last = [*hooks, last], last.hook.prev_module_hook
+    for user_hook in hooks:
         model, hook = getattr(user_hook, "model", None), getattr(user_hook, "hook", None)
         if not isinstance(model, nn.Module) or hook_of(model) is not hook or not is_hook(hook, OFFLOADING):
             continue

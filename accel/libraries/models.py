@@ -18,6 +18,11 @@ def is_pipeline(obj: object) -> bool:
     return _derives(obj, "diffusers", "DiffusionPipeline", "ModularPipeline")
 
 
+def pipelines_in(pipe: Any) -> list[Any]:
+    """The pipeline, and those that it calls by itself, with models of its own."""
+    return [pipe, *filter(is_pipeline, vars(pipe).values())]
+
+
 def is_causal_lm(obj: Any) -> bool:
     """Whether obj continues text as models of transformers do: embeddings in, a head out, decoder only."""
     if not _derives(obj, "transformers", "PreTrainedModel"):

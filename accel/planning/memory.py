@@ -13,8 +13,8 @@ from torch import nn
 
 from accel.errors import Refused
 from accel.fusion.channels_last import ChannelsLast
-from accel.libraries.hooks import OFFLOADING, hook_of, is_hook, lift, offload_hooks
-from accel.libraries.models import is_pipeline
+from accel.libraries.hooks import HOOKS, OFFLOADING, hook_of, is_hook, lift, offload_hooks
+from accel.libraries.models import is_pipeline, pipelines_in
 from accel.offload.blocks import nbytes, sizes_of, streaming_blocks
 from accel.offload.budget import Budget, check_fits
 from accel.offload.hooks import GPUS, SWITCH
@@ -131,7 +131,7 @@ class PipelineTurns(WeightsMoved):
     def __init__(self, pipe: Any, device: torch.device, budget: Budget):
         self.pipe, self.device, self.budget = pipe, device, budget
         self.before: dict[nn.Module, torch.device] = {}
-        self.added: set[str] = set()  # attributes of the pipeline
+        self.added: dict[Any, set[str]] = {}  # attributes of each pipeline
 
     def move(self) -> None:
         models = models_of(self.pipe)
@@ -140,25 +140,34 @@ class PipelineTurns(WeightsMoved):
             reasons = filter(None, (unmovable([one], one.device) for one in weights_in(model)))
             if nbytes(model) > ROOM_FOR_CALLS * self.budget.card and (why := next(reasons, None)) is not None:
                 raise Refused(f"memory=: the weights of a {type(model).__name__} cannot be streamed: {why}")
-        if any(offload_hooks(self.pipe, GPUS)):
+        if self._hooked():
             return  # they are taken over as they are
         fits = sum(map(nbytes, models)) <= ROOM_FOR_CALLS * self.budget.card
         if not fits:
             check_ram(one for model in models for one in weights_in(model))
-        self.before, known = {model: next(iter(weights_in(model))).device for model in models}, set(vars(self.pipe))
-        self.pipe.to(self.device) if fits else getattr(self.pipe, SWITCH)(device=self.device)
-        self.added = vars(self.pipe).keys() - known
+        self.before = {model: next(iter(weights_in(model))).device for model in models}
+        known = {pipe: set(vars(pipe)) for pipe in pipelines_in(self.pipe)}
+        try:
+            self.pipe.to(self.device) if fits else getattr(self.pipe, SWITCH)(device=self.device)
+        finally:
+            self.added = {pipe: (vars(pipe).keys() | {HOOKS}) - names for pipe, names in known.items()}
+        if not fits and not self._hooked():
+            raise Refused(f"memory=: models of a {type(self.pipe).__name__} go to the GPU and back in a way of its own")
+
+    def _hooked(self) -> bool:
+        return any(hook for pipe in pipelines_in(self.pipe) for hook in offload_hooks(pipe, GPUS))
 
     def undo(self) -> None:
-        if self.before:
-            self.pipe.remove_all_hooks()
+        for pipe in self.added:
+            pipe.remove_all_hooks()
         for model, device in self.before.items():
             if stock_method(model, vars(model).get("forward")):
                 del vars(model)["forward"]  # which hooks leave
             model.to(device)
-        for name in self.added:
-            vars(self.pipe).pop(name, None)
-        self.before, self.added = {}, set()
+        for pipe, names in self.added.items():
+            for name in names:
+                vars(pipe).pop(name, None)
+        self.before, self.added = {}, {}
 
 
 def lift_offload(model: nn.Module, context: Context) -> StageResult:

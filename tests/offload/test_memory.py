@@ -6,7 +6,8 @@ from functools import partial
 
 import pytest
 import torch
-from accelerate import cpu_offload, dispatch_model
+from accelerate import cpu_offload, cpu_offload_with_hook, dispatch_model
+from diffusers import StableDiffusionXLPipeline
 from diffusers.hooks import apply_group_offloading
 
 import accel
@@ -262,6 +263,37 @@ def test_models_of_a_pipeline_take_turns(sdxl_pipe, live, monkeypatch):
     assert "forward" not in vars(sdxl_pipe.vae) and not {"_all_hooks", "_offload_device"} & set(vars(sdxl_pipe))
     assert not any(one._forward_hooks or one._forward_pre_hooks for one in sdxl_pipe.unet.modules())
     assert live.rms(live.draw(sdxl_pipe), wanted) < 1e-4
+
+
+class Combined(StableDiffusionXLPipeline):
+    """Its models are those of a pipeline inside, which has the hooks, as Kandinsky's and Stable Cascade's are."""
+
+    def enable_model_cpu_offload(self, gpu_id=None, device=None):
+        self.inside.enable_model_cpu_offload(gpu_id=gpu_id, device=device)
+
+
+class Chained(StableDiffusionXLPipeline):
+    """It keeps the last of its hooks alone, as AudioLDM2 does."""
+
+    def enable_model_cpu_offload(self, gpu_id=None, device=None):
+        hook = None
+        for model in (self.text_encoder, self.text_encoder_2, self.unet, self.vae):
+            hook = cpu_offload_with_hook(model, torch.device(device), prev_module_hook=hook)[1]
+        self.final_offload_hook = hook
+
+
+@pytest.mark.parametrize("kind", [Combined, Chained])
+@torch.no_grad()
+def test_a_pipeline_with_a_switch_of_its_own(kind, sdxl_pipe, live, monkeypatch):
+    monkeypatch.setattr(tiling, "PLANES", 0)
+    wanted, pipe = live.draw(sdxl_pipe, 1), kind(**sdxl_pipe.components)
+    drawing = pipe.inside = sdxl_pipe if kind is Combined else None
+    before = set(vars(drawing or pipe))
+    accel.optimize(pipe, memory=int(0.6 * nbytes(pipe.unet)), layout="keep")
+    assert live.rms(live.draw(drawing or pipe, 1), wanted) < 1e-4 and streamed(pipe.unet)
+    accel.restore(pipe)
+    assert not {"_all_hooks", "final_offload_hook", "enable_model_cpu_offload"} & (set(vars(drawing or pipe)) - before)
+    assert not any(hasattr(one, "_hf_hook") for one in pipe.unet.modules())
 
 
 @torch.no_grad()
