@@ -7,10 +7,10 @@ addresses are reserved by the driver's virtual memory management, and memory is 
 import ctypes
 import sys
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
+from accel_kernels.device import cuda_driver
 
 from accel.errors import logged
 
@@ -45,15 +45,9 @@ class Access(ctypes.Structure):
     _fields_ = (("location", Location), ("flags", ctypes.c_int))
 
 
-@cache
-def driver() -> Any:
-    """The CUDA driver. Raises OSError where there is none."""
-    return ctypes.CDLL("libcuda.so.1")
-
-
 def call(name: str, *args: Any) -> None:
     """Raises torch.OutOfMemoryError, or RuntimeError with the driver's number for what else it refuses."""
-    code = getattr(driver(), name)(*args)
+    code = getattr(cuda_driver(), name)(*args)
     if code == OUT_OF_MEMORY:
         raise torch.OutOfMemoryError(f"{name}: no memory is left on the device")
     if code:

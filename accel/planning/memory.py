@@ -16,7 +16,7 @@ from accel.fusion.channels_last import ChannelsLast
 from accel.libraries.hooks import HOOKS, OFFLOADING, hook_of, is_hook, lift, offload_hooks
 from accel.libraries.models import is_pipeline, pipelines_in
 from accel.offload.blocks import nbytes, sizes_of, streaming_blocks
-from accel.offload.budget import Budget, check_fits
+from accel.offload.budget import Budget, WeightSizes, check_fits
 from accel.offload.hooks import GPUS, SWITCH
 from accel.offload.layout import as_ordinary, separate, unmovable, weights_in
 from accel.offload.streamed_model import StreamedModel
@@ -136,7 +136,9 @@ class PipelineTurns(WeightsMoved):
     def move(self) -> None:
         models = models_of(self.pipe)
         for model in models:
-            check_fits(sizes_of(model), self.budget, type(model).__name__)
+            whole = hasattr(model, "decode")  # an autoencoder comes in one piece
+            sizes = WeightSizes(nbytes(model), ()) if whole else sizes_of(model)
+            check_fits(sizes, self.budget, type(model).__name__)
             reasons = filter(None, (unmovable([one], one.device) for one in weights_in(model)))
             if nbytes(model) > ROOM_FOR_CALLS * self.budget.card and (why := next(reasons, None)) is not None:
                 raise Refused(f"memory=: the weights of a {type(model).__name__} cannot be streamed: {why}")
@@ -233,7 +235,7 @@ def check_ram(weights: Iterable[torch.Tensor]) -> None:
 def _mapped_files() -> list[int]:
     """Addresses where files begin and end in turn, as of weights that libraries map; none where unknown."""
     try:
-        lines = [line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines()]
+        lines = [line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text(errors="replace").splitlines()]
     except OSError:
         return []
     files = (line[0] for line in lines if len(line) == 6 and line[4] != "0" and not line[5].startswith("/dev/"))

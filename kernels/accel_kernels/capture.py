@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from accel_kernels.device import cuda_driver
+
 NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: what others launch on the default stream does not belong to the capture
 
 
@@ -66,7 +68,7 @@ def stream_of_its_own(device: torch.device | int) -> torch.cuda.Stream:
     """A stream that torch gives to nobody, where the driver can be asked for one."""
     handle = ctypes.c_void_p()
     try:
-        driver = ctypes.CDLL("libcuda.so.1")
+        driver = cuda_driver()
     except OSError:  # another system or another maker's GPU
         return torch.cuda.Stream(device)
     with torch.cuda.device(device):

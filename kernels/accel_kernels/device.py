@@ -3,8 +3,10 @@
 ACCEL_CARD in the environment puts another in its place, see `made_of`.
 """
 
+import ctypes
 import json
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -216,6 +218,12 @@ def programmatic(device: torch.device, wanted: bool = True) -> dict[str, bool]:
     before it ends, also one without work, or a later kernel could overtake an earlier one.
     """
     return {"PDL": True, "launch_pdl": True} if wanted and has(device, Feature.DEPENDENT_LAUNCH) else {"PDL": False}
+
+
+@cache
+def cuda_driver() -> Any:
+    """The library of NVIDIA's driver. Raises OSError where there is none."""
+    return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
 
 
 @cache

@@ -1,13 +1,18 @@
 """Faults under `memory=`: a clear error or what stock gives, and nothing is left behind."""
 
 import copy
+import ctypes
+import mmap
+import os
 import pickle
+import sys
 import threading
 from functools import partial
 
 import psutil
 import pytest
 import torch
+from accel_kernels.device import cuda_driver
 from accelerate import cpu_offload, cpu_offload_with_hook, disk_offload
 from accelerate.hooks import remove_hook_from_submodules
 from diffusers import FluxTransformer2DModel
@@ -18,13 +23,13 @@ import accel
 from accel.diffusion import tiling
 from accel.diffusion.dit.executable import Executable
 from accel.errors import Refused
-from accel.offload.blocks import nbytes, streaming_blocks
+from accel.offload.blocks import nbytes, sizes_of, streaming_blocks
 from accel.offload.call_hooks import streamed_model as streamed
 from accel.offload.memory import HostBuffer
 from accel.offload.piece import PlacedWeights
 from accel.offload.ring import Ring
 from accel.offload.streamed_model import StreamedModel
-from accel.planning.memory import OffloadLifted
+from accel.planning.memory import OffloadLifted, check_ram
 from support.objects.streaming import flux, llama, same, stored, within
 
 
@@ -167,6 +172,31 @@ def test_a_model_of_a_pipeline_that_would_go_beyond_is_refused(kind, sdxl_pipe):
         accel.optimize(sdxl_pipe, memory=int(0.6 * nbytes(sdxl_pipe.unet)))
     untouched(sdxl_pipe.unet, before)
     assert set(vars(sdxl_pipe)) == kinds
+
+
+def test_an_autoencoder_that_does_not_fit_as_a_whole_is_refused(sdxl_pipe):
+    """It comes to the GPU so; by its blocks it would fit."""
+    budget = nbytes(sdxl_pipe.vae) - 1
+    assert sizes_of(sdxl_pipe.vae).least() < budget
+    with pytest.raises(Refused, match="a AutoencoderKL needs 0.01 GB"):  # rounded up: what is named is enough
+        accel.optimize(sdxl_pipe, memory=budget)
+
+
+def test_a_file_of_any_name_may_be_mapped(tmp_path):
+    path = os.path.join(os.fsencode(tmp_path), b"\xff")
+    with open(path, "w+b") as file:
+        file.truncate(4096)
+        with mmap.mmap(file.fileno(), 0):
+            check_ram([])
+
+
+@pytest.mark.parametrize(("platform", "name"), [("win32", "nvcuda.dll"), ("linux", "libcuda.so.1")])
+def test_the_driver_is_found_on_each_system(platform, name, monkeypatch):
+    asked = []
+    monkeypatch.setattr(sys, "platform", platform)
+    monkeypatch.setattr(ctypes, "CDLL", asked.append)
+    cuda_driver.__wrapped__()
+    assert asked == [name]
 
 
 @torch.no_grad()
