@@ -1,17 +1,20 @@
 """Weights of a block that streams, which code around the block reads while other bytes are where they belong."""
 
+from collections.abc import Iterable
+from itertools import repeat
 from typing import Any
 
+import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from accel.offload.layout import storage_of
 from accel.offload.piece import PlacedWeights, WeightPlacement
 
-# What is asked of a tensor without its numbers, or makes a view, as our own code does to find weights side by side.
+# What is asked of a tensor without its numbers.
 ASKS = frozenset(
     "__get__ __set__ __hash__ __len__ size dim ndimension stride numel nelement element_size storage_offset data_ptr "
-    "is_contiguous is_floating_point is_complex is_inference is_conj is_neg untyped_storage detach "
-    "__getitem__ view reshape as_strided narrow split chunk unflatten flatten t transpose permute expand".split()
+    "is_contiguous is_floating_point is_complex is_inference is_conj is_neg untyped_storage".split()
 )
 
 
@@ -45,13 +48,19 @@ class OutsideReads(TorchFunctionMode):
         for number, piece in map(self.homes.__getitem__, read):
             piece.go(WeightPlacement.CARD)
             self.ring.take(number)
-        made = function(*args, **kwargs)
-        for key, one in read.items() if name.endswith("_") else ():
+        made, special = function(*args, **kwargs), name.startswith("__")
+        changes = name == "__setitem__" or name.startswith("__i") if special else name.endswith("_")
+        for key, one in read.items() if changes else ():
             self.homes[key][1].keep(one)
         if read and self.inside:
             streamed.take_block(self.inside)  # which may have lain where these came to
-        self.found |= read.keys()
+        if read and (changes or not any(map(self._views, tree_leaves(made), repeat(read.values())))):
+            self.found |= read.keys()
         return made
+
+    def _views(self, made: Any, read: Iterable[torch.Tensor]) -> bool:
+        """Whether it is a view of one of these, as our own code makes to find weights side by side."""
+        return isinstance(made, torch.Tensor) and storage_of(made) in map(storage_of, read)
 
     def __exit__(self, *given: Any) -> None:
         super().__exit__(*given)
