@@ -85,6 +85,7 @@ def test_a_prompt_is_its_tokens_one_by_one(name):
     torch.testing.assert_close(left, whole, rtol=2e-4, atol=2e-5)
 
 
+@pytest.mark.share(1)  # each adds by itself
 @pytest.mark.parametrize("kernel", [False, pytest.param(True, marks=compiled)], ids=["reference", "kernel"])
 def test_sums_of_many_decays_keep_what_is_between_them(kernel):
     """Of 64 tokens, of which each halves the state several times, float32 holds a sum to 1e-5, and its decay as far."""
