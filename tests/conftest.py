@@ -113,6 +113,7 @@ def seeded():
     assert not outside, outside[0]
 
 
+POOLS = pytest.StashKey[dict]()
 GOLDEN = 0.6180339887  # its multiples, modulo 1, fall evenly whatever a table's rows repeat after
 # By the least rows of a table that has no share of its own: one in how many is enough.
 SHARES = {16: 64, 8: 32, 2: 16}
@@ -143,6 +144,14 @@ def pytest_collection_modifyitems(config, items):
 def in_other_processes(item) -> bool:
     """Whether it runs in ranks, or compiles. Such tests go first, all to one worker, and so start processes once."""
     return "rank_pool" in item.fixturenames or hasattr(item.module, "in_a_process")
+
+
+def pytest_runtest_teardown(item, nextitem):
+    """Ends all ranks once no test follows that needs them: hundreds of gloo's threads wake a hundred times a second."""
+    if POOLS in item.config.stash and (nextitem is None or not in_other_processes(nextitem)):
+        for pool in item.config.stash[POOLS].values():
+            pool.close()
+        item.config.stash[POOLS].clear()
 
 
 def table(item):
@@ -256,19 +265,17 @@ def between_steps(request):
 
 
 @pytest.fixture(scope="session")
-def rank_pool():
-    """Maker of a pool of so many processes of one group, one for each number for the whole session; a new one where
-    the last has ended.
+def rank_pool(request):
+    """Maker of a pool of so many processes of one group, one for each number until no test follows that needs one; a
+    new one where the last has ended.
     """
     from support.ranks import RankPool
 
-    pools: dict[int, RankPool] = {}
+    pools: dict[int, RankPool] = request.config.stash.setdefault(POOLS, {})
 
     def pool(size: int) -> RankPool:
         if size not in pools or not pools[size].alive:
             pools[size] = RankPool(size)
         return pools[size]
 
-    yield pool
-    for one in pools.values():
-        one.close()
+    return pool
