@@ -1,7 +1,6 @@
 """generate_batch of an optimized model beside stock's: the same answers, under the same names, in the same order."""
 
 import copy
-import gc
 import inspect
 import pickle
 import threading
@@ -37,15 +36,6 @@ def batch(model, ids=None, **given):
 
 def tokens(results):
     return {name: one.generated_tokens for name, one in results.items()}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def others_set_aside():
-    """Stock looks at all objects there are, twice a call."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture
