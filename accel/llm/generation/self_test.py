@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 
 import torch
 
@@ -17,7 +18,7 @@ from accel.llm.generation.calling_convention import BY_MASK, IN_ORDER, CallingCo
 from accel.llm.generation.decoder import DecoderForward
 from accel.llm.generation.mixed import MixedForward
 from accel.llm.generation.model_guard import ModelGuard, reading, relevant
-from accel.llm.generation.routing import few_chosen, indexers, noting, repeating, routed_modules
+from accel.llm.generation.routing import few_chosen, indexers, routed_modules
 from accel.llm.generation.shown_cache import counted, empty, watched
 from accel.llm.generation.teacher_forcing import differing_part
 from accel.llm.generation.trial_warmup import warming_up_trial
@@ -87,7 +88,7 @@ def _convention(
                             shown = counted
                         forward.convention = convention = CallingConvention(output, mask, None, shown=shown)
                         own = _own_positions(forward, lengths, convention, alone)
-                        pads = _pads_prompts(forward, lengths, wanted)
+                        pads = _pads_prompts(forward, lengths, wanted, got)
                         return find_arguments(forward, replace(convention, positions=own, pads_prompts=pads))
                     errors.append(apart)
                     far.append(got)
@@ -137,8 +138,8 @@ def _own_positions(
     return None
 
 
-def _pads_prompts(forward: DecoderForward, lengths: tuple, wanted: trial.Expected) -> bool:
-    """Whether a prompt padded on the right, and the step after it, give what they give without padding.
+def _pads_prompts(forward: DecoderForward, lengths: tuple, wanted: trial.Expected, got: torch.Tensor) -> bool:
+    """Whether a prompt padded on the right, and the step after it, give what they give without padding: got, fused.
 
     Not with experts that stock code computes: it groups tokens on the host.
     """
@@ -148,25 +149,23 @@ def _pads_prompts(forward: DecoderForward, lengths: tuple, wanted: trial.Expecte
     if "logits_to_keep" not in forward.names:
         return False
     try:
-        with noting(ROWS, wanted.choices.notes) as choices:
-            plain = _begun(forward, lengths, fill=False)
-        with repeating(choices):
-            full = _begun(forward, lengths, fill=True)
+        with wanted.routed():
+            filled = _filled(forward, lengths)
     except (NotUnderstood, TypeError, ValueError, IndexError, RuntimeError):
         return False  # it slices its hidden states in a way of its own
-    apart = replace(wanted, choices=choices, moved=wanted.rounding, exactly=None)
-    return all(replace(apart, logits=one).agrees(got) for one, got in zip(plain, full, strict=True))
+    last, apart = lengths[0] - trial.PADDING - 1, replace(wanted, moved=wanted.rounding, exactly=None)
+    plain = (got[:, start : start + one.shape[1]] for start, one in enumerate(filled, last))
+    return all(replace(apart, logits=one).agrees(full) for one, full in zip(plain, filled, strict=True))
 
 
-def _begun(forward: DecoderForward, lengths: tuple, fill: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits of a prompt's last token and of the step after it; fill: as a graph is captured from it."""
+def _filled(forward: DecoderForward, lengths: tuple) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits of a prompt's last token, filled up as a graph is captured from it, and of the step after it."""
     store = forward.adopt(DynamicCache())
     prompt, step = (
         (piece["input_ids"], piece.get("position_ids"), piece["attention_mask"])
-        for piece in trial.pieces_of(forward, (trial.short_prompt(lengths), 1))
+        for piece in islice(trial.pieces_of(forward, lengths), 2)
     )
-    first = trial.fill_prompt(forward, store, *prompt) if fill else forward.run(store, *prompt, 1)
-    return first, forward.run(store, *step, 1)
+    return trial.fill_prompt(forward, store, *prompt), forward.run(store, *step, 1)
 
 
 def try_partial(forward: MixedForward) -> None:

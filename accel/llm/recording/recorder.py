@@ -102,8 +102,8 @@ def record(
     look: is shown every layer as soon as it has run; its record then forgets tensors, but for queries and keys with
     `scores`. amplified: outputs of linears are made many times larger, so that bends far from zero show. last: tokens
     stand at late positions, from `begin` on. far: layers are told that the cache holds as many, or a long text. known:
-    an earlier run, whose mask functions are not asked again. own: the model keeps its own attention; its masks are made
-    by the functions of the earlier run.
+    an earlier run, whose mask functions are not asked again, nor tables of positions looked for. own: the model keeps
+    its own attention; its masks are made by the functions of the earlier run.
     """
     path, layers = decoder_layers(model)
     if (foreign := foreign_attention([model, *layers.modules()])) is not None:
@@ -121,7 +121,8 @@ def record(
     try:
         with resting(model), math_attention(), recorder.attached(model), recorder.until_shown, narrowed(layers) as held:
             seen.tables = held
-            recorder.until_shown.enter_context(table)
+            if known is None:
+                recorder.until_shown.enter_context(table)
             forward = type(model).forward
             given = cache_given(forward, recorder.cache) | (last_positions(model, ids, begin) if last else {})
             told = (most_configured(model) or 1 << 17) - ids.shape[1] if begin is None else begin
@@ -132,7 +133,7 @@ def record(
     finally:
         del recorder.cache.recorder  # a circle, in which all that was seen would wait for the garbage collector
     for layer in seen.layers:
-        layer.most_positions = table.most
+        layer.most_positions = table.most if known is None else known.layers[0].most_positions
     return seen
 
 
