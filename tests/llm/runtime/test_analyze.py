@@ -91,7 +91,8 @@ ONE_PART = ("mlp", "full_attention", "moe", "linear_attention")
 @pytest.mark.parametrize("kinds", [ONE_PART, ONE_PART[:3]], ids=["beside-states", "without"])
 def test_a_layer_may_be_an_attention_or_an_mlp_alone(kinds):
     """An MLP has no place in the store, and leaves the cache what it has there."""
-    stock, model = (make("nemotron-h", layers_block_type=list(kinds)) for _ in range(2))
+    sizes = {"mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 24, "chunk_size": 16}
+    stock, model = (make("nemotron-h", layers_block_type=list(kinds), **sizes) for _ in range(2))
     accel.optimize(model)
     found = {name: one for name, one in enumerate(layers(model).values()) if "forward" in vars(one)}
     parts = [(vars(one)["forward"].spec.place, vars(one)["forward"].spec.mlp is None) for one in found.values()]
