@@ -8,7 +8,7 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from accel_kernels.attention.math_attention import math_attention
@@ -25,6 +25,7 @@ from accel.tolerances import BLOCK, BLOCK_WIDENED, Bounds, bound
 
 UNEXAMINED = "could not be examined"
 NARROW = (torch.float16, torch.bfloat16)
+Answer = TypeVar("Answer")
 MOST_WIDENED = 1 << 26  # numbers of a module that is tried in float32 too: a block, no stack of experts
 
 
@@ -33,6 +34,16 @@ class Probe:
 
     def __init__(self) -> None:
         self.verdicts: dict[tuple, str | None] = {}
+        self.answers: dict[tuple, Any] = {}
+
+    def once(self, module: nn.Module, variant: object, find: Callable[[], Answer]) -> Answer:
+        """What find(), which asks of many candidates, gives of the module, or gave of another of its kind and variant."""
+        if side_effects(module) is not None:
+            return find()
+        key = (*_kind(module), variant)
+        if key not in self.answers:
+            self.answers[key] = find()
+        return self.answers[key]
 
     def disagreement(
         self,

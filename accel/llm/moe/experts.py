@@ -233,20 +233,29 @@ def find_formula(module: nn.Module, context: Context, kernels: tuple[Kernels, ..
     """
     if meta_weights(module):
         return "weights not loaded"
-    reason = None
-    for formula in expert_formulas(module):
-        found = _disagreement(module, formula, context, kernels)
-        if found is None:
-            return formula
-        reason = reason or found
-    return reason or "experts stored or activated in a way of their own"
+    formulas = tuple(expert_formulas(module))
+
+    def find() -> ExpertFormula | str:
+        reason = None
+        for formula in formulas:
+            found = _disagreement(module, formula, context, kernels)
+            if found is None:
+                return formula
+            reason = reason or found
+        return reason or "experts stored or activated in a way of their own"
+
+    return context.probe.once(module, (formulas, *numbers(module), len(kernels), *_stored(module)), find)
+
+
+def _stored(module: nn.Module) -> tuple:
+    """How its stacks are quantized, where they are."""
+    return (module.kind, module.scheme, module.dtype) if isinstance(module, QuantizedExperts) else ()
 
 
 def _disagreement(
     module: nn.Module, formula: ExpertFormula, context: Context, tried: tuple[Kernels, ...]
 ) -> str | None:
     """Why experts compute something else than this formula: where activations bend, or where a clamp would show."""
-    how = (module.kind, module.scheme, module.dtype) if isinstance(module, QuantizedExperts) else ()
     weights, dtype = formula.weights(module), placement(module)[1]
     large = BEYOND * max([SEEN, *numbers(module)])
     if large**2 > torch.finfo(dtype).max / BEYOND:  # gate and up are multiplied
@@ -266,7 +275,7 @@ def _disagreement(
     for place, kernels in enumerate(tried):
         candidate = ExpertsForward(module, "", kernels, context.log, formula=formula).fast
         for size in (ORDINARY, large):
-            given, variant = partial(inputs, size), (formula, size, place, *how)
+            given, variant = partial(inputs, size), (formula, size, place, *_stored(module))
             reason = context.probe.disagreement(module, candidate, given, variant=variant, ahead=True)
             if reason is not None:
                 return reason
