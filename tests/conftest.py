@@ -26,7 +26,7 @@ from support.diffusion import calls as live_calls
 from support.diffusion import changes as live_changes
 from support.diffusion.oracles import Oracle
 from support.diffusion.tiny_models import UNETS, make_sdxl_pipeline, make_unet, make_vae, unet_inputs
-from support.everything import EVERYTHING
+from support.everything import EVERYTHING, has_turn
 from support.kernels.numbers import assert_as_good_as_torch, poisoned
 from support.state import assert_same_state, differences, snapshot
 
@@ -120,7 +120,7 @@ SHARES = {16: 64, 8: 32, 2: 16}
 
 
 def pytest_collection_modifyitems(config, items):
-    rows, numbers, left = Counter(map(table, items)), Counter(), []
+    rows, numbers, kept, left = Counter(map(table, items)), Counter(), Counter(), []
     for item in items if not EVERYTHING else ():
         test, marks = table(item), [mark.args[0] for mark in item.iter_markers("share")]  # a row's may be less
         share = next((share for least, share in SHARES.items() if rows[test] >= least), 1)
@@ -128,8 +128,11 @@ def pytest_collection_modifyitems(config, items):
             share = min(marks)
         elif item.get_closest_marker("gpu"):
             share = 1
-        if numbers[test] * GOLDEN % 1 >= 1 / share:
+        turns = item.get_closest_marker("turns")
+        in_share = numbers[test] * GOLDEN % 1 < 1 / share
+        if not in_share or (turns and not has_turn(kept[test], *turns.args)):
             left.append(item)
+        kept[test] += in_share
         numbers[test] += 1
     if left:
         config.hook.pytest_deselected(items=left)

@@ -37,7 +37,7 @@ class Probe:
         self.answers: dict[tuple, Any] = {}
 
     def once(self, module: nn.Module, variant: object, find: Callable[[], Answer]) -> Answer:
-        """What find(), which asks of many candidates, gives of the module, or gave of another of its kind and variant."""
+        """What find(), which asks of many candidates, gives of the module, or gave of another of its kind."""
         if side_effects(module) is not None:
             return find()
         key = (*_kind(module), variant)

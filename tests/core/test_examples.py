@@ -63,6 +63,7 @@ PRINTED = {
 
 
 @pytest.mark.share(1)
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("name", PRINTED)
 def test_what_is_printed(name, run, tmp_path, request):
     patterns, file = PRINTED[name]

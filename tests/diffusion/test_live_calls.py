@@ -42,6 +42,7 @@ def test_every_kind_of_call_after_every_other(pipeline, live, calls):
 
 
 @pytest.mark.share(8)
+@pytest.mark.turns(2)
 def test_a_change_between_two_steps_is_seen_by_the_next(pipeline, between_steps, live, tmp_path):
     def adapter(p):
         live.lora("style")(p, tmp_path)

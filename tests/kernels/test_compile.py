@@ -58,7 +58,8 @@ def test_kernels_compile(tmp_path: Path):
 
 
 @pytest.mark.parametrize("arch", [75, 80, 86, 89, 90, 100, 120])
-@pytest.mark.share(2)
+@pytest.mark.share(1)
+@pytest.mark.turns(4)
 def test_what_is_chosen_fits_each_card(arch: int, tmp_path: Path):
     """For every case there is a configuration, which takes no more shared memory than there is, and spills little."""
     ways, assembled = map(int, in_a_process(MATRIX, tmp_path, str(arch), *["all"] * EVERYTHING).split())
