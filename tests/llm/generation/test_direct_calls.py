@@ -4,7 +4,6 @@ import pytest
 import torch
 from accel_kernels.attention.paged.paged_attention_triton import SHORT
 
-import accel
 from accel.llm.generation import layer_forward
 from accel.llm.generation import trial_warmup as check
 from accel.llm.generation.prefill import bucket_for
@@ -12,8 +11,9 @@ from accel.llm.generation.routing import Choices
 from accel.llm.generation.trial import Expected, fused_logits
 from accel.llm.runtime import layer as layer_file
 from support.llm.calls import new_cache
-from support.llm.families import FAMILIES, make, padded, prompt
+from support.llm.families import FAMILIES, padded, prompt
 from support.llm.miniatures.family import VOCAB
+from support.llm.optimized_models import shared
 from support.llm.outputs import both, flat, same, second, shown
 
 CORE = [family.name for family in FAMILIES if family.core]
@@ -136,10 +136,9 @@ def test_the_decoder_alone(name, pair_of):
 
 
 def test_the_manner_of_a_model_is_found_by_trying():
-    model = accel.optimize(make("opt"))
-    assert vars(model)["forward"].convention.positions == "counted by the mask"
-    assert vars(accel.optimize(make("llama")))["forward"].convention.positions == "0, 1, 2 .."
-    assert not vars(accel.optimize(make("bloom")))["forward"].convention.mask
+    opt, llama, bloom = (vars(shared(name).ours)["forward"].convention for name in ("opt", "llama", "bloom"))
+    assert opt.positions == "counted by the mask" and llama.positions == "0, 1, 2 .."
+    assert not bloom.mask
 
 
 @pytest.mark.parametrize("name", CORE)

@@ -18,6 +18,7 @@ from support.everything import EVERYTHING
 from support.llm.calls import new_cache, unaliased
 from support.llm.families import BY_NAME, FAMILIES, make, padded, prompt
 from support.llm.filled_prefill import Anywhere, new_pair, shapes, talk
+from support.llm.optimized_models import shared
 from support.llm.outputs import flat, generate, same
 
 CORE = [family.name for family in FAMILIES if family.core]
@@ -234,8 +235,8 @@ def test_frequencies_that_change_with_the_length_do_not_follow_the_filling(name)
 def test_not_under_the_options_and_in_models_that_forbid_it():
     assert vars(accel.optimize(make("llama"), graphs=False))["forward"].prompts is None
     assert vars(accel.optimize(make("llama"), graphs=True))["forward"].prompts is not None
-    assert vars(accel.optimize(make("mixtral")))["forward"].prompts is not None
-    model = accel.optimize(make("bloom"))  # no position_ids: it counts them itself
+    assert vars(shared("mixtral").ours)["forward"].prompts is not None
+    model = shared("bloom").ours  # no position_ids: it counts them itself
     assert vars(model)["forward"].convention.pads_prompts and vars(model)["forward"].prompts is not None
 
 

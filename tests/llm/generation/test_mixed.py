@@ -21,6 +21,7 @@ from accel.llm.recording.record import NotUnderstood
 from accel.llm.recording.resting import resting
 from support.llm.families import layers, make, padded, prompt
 from support.llm.near_ties import deep_gpt_oss
+from support.llm.optimized_models import shared
 
 MIXED = ["gpt-neo-louder", "gpt-neo-holes", "lfm2-biases", "deepseek-v32"]
 
@@ -149,9 +150,8 @@ def test_options_for_whole_models_leave_it_stock():
 
 
 def test_verify_passes():
-    model = accel.optimize(make("lfm2-biases"))
     ids, mask = padded()
-    assert accel.verify(model, input_ids=ids, attention_mask=mask).passed
+    assert accel.verify(shared("lfm2-biases").ours, input_ids=ids, attention_mask=mask).passed
 
 
 def test_a_crop_takes_from_all_layers(pair):

@@ -14,6 +14,7 @@ from accel.llm.recording.record import NotUnderstood
 from accel.llm.runtime.analyze import formulas
 from support.everything import EVERYTHING
 from support.llm.families import BY_NAME, make, padded, prompt
+from support.llm.optimized_models import shared
 from support.llm.outputs import generate, same
 from support.llm.quantized import rounded
 
@@ -171,7 +172,7 @@ def test_what_makes_keys_and_values_is_written_out_where_it_is_quantized(weights
 
 def test_every_head_has_a_counter():
     """By which programs of one kernel find who of them is last."""
-    ours = accel.optimize(make("deepseek-v2"))
+    ours = shared("deepseek-v2").ours
     store = adopt(DynamicCache(), vars(ours)["forward"].shapes())
     store.reserve(2, 5)
     assert store.kvs([0, 1], 6)[1].split_counters.numel() == 6 * 4
