@@ -208,7 +208,7 @@ def beams_fused(
     if steps <= 0:
         return alone
     (texts, beams, _), early = sequences.shape, config.early_stopping is True
-    rules = BeamRules(texts, beams, first.keep, bounds.room, len(bounds.stops), early)
+    rules = BeamRules(texts, beams, first.keep, bounds.room, len(bounds.stops), early, first.dtype == torch.float32)
     begun = first.texts(length, bounds).packed()
     found = BeamLoop(forward, logits_processor, rules, first.kwargs, length).run(begun, steps)
     returned = config.num_return_sequences

@@ -37,18 +37,21 @@ FIRST_LOOP = loop_that_asks(NoCheck) or AS_IMPORTED[LOOP]
 
 
 class FirstToken(ModelView):
-    """A model as stock's loop sees it, which ends when it has chosen one token. kwargs: of the step behind that."""
+    """A model as stock's loop sees it, which ends when it has chosen one token. kwargs: of the step behind that; dtype:
+    of its logits.
+    """
 
     kwargs: dict[str, Any]
-
+    dtype: torch.dtype
     asked = False
 
     def _has_unfinished_sequences(self, *_: Any, **__: Any) -> bool:
         before, self.asked = self.asked, True
         return not before
 
-    def _update_model_kwargs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        self.kwargs = getattr(self.model, UPDATE)(*args, **kwargs)
+    def _update_model_kwargs_for_generation(self, outputs: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        self.dtype = outputs.logits.dtype
+        self.kwargs = getattr(self.model, UPDATE)(outputs, *args, **kwargs)
         return self.kwargs
 
 

@@ -20,7 +20,8 @@ class BeamRules(NamedTuple):
     """What a graph holds for. texts, beams: how many, of a text; keep: continuations of a text that are looked at.
 
     room: tokens of a text that there is room for; ends: how many tokens end a sequence; early: whether a text ends when
-    `beams` sequences of it have.
+    `beams` sequences of it have. exact: of equal scores those that torch.topk takes, which on a GPU need not be the
+    first: by torch, for models in float32.
     """
 
     texts: int
@@ -29,6 +30,7 @@ class BeamRules(NamedTuple):
     room: int
     ends: int
     early: bool
+    exact: bool = False
 
 
 class BeamTexts(NamedTuple):
@@ -132,7 +134,7 @@ def reference(logits, packed, *, rules, normalized=False, top=sorted_top):
 
     packed: the texts, as `BeamTexts.packed` gives them. Returns them with one token more.
     """
-    texts, (number, beams, keep, _, _, early) = BeamTexts.unpacked(rules, packed), rules
+    texts, (number, beams, keep, _, _, early, _) = BeamTexts.unpacked(rules, packed), rules
     scores = logits if normalized else torch.nn.functional.log_softmax(logits.float(), dim=-1)
     words, length = logits.shape[1], texts.length
     scores = scores.view(number, beams, words) + texts.running_scores[:, :, None]
@@ -181,6 +183,8 @@ quick = partial(reference, top=torch.topk)  # of equals any, as stock's
 
 
 def supports(logits, packed, *, rules, normalized=False) -> str | None:
+    if rules.exact:
+        return "of equals those that torch takes"
     if logits.dim() != 2 or len(logits) != rules.texts * rules.beams or logits.stride(1) != 1:
         return f"logits of shape {tuple(logits.shape)}, or not contiguous rows"
     if rules.keep > MOST or rules.keep > logits.shape[1]:

@@ -209,7 +209,7 @@ def ending_kernel(
 def beam_step(logits, packed, *, rules, normalized=False):
     """Same arguments and result as the reference."""
     (rows, words), device, pdl = logits.shape, logits.device, programmatic(logits.device)
-    texts, beams, keep, room, ends, early = rules
+    texts, beams, keep, room, ends, early, _ = rules
     pieces = cdiv(words, PIECE)
     keys = torch.empty((rows, pieces, keep), device=device, dtype=torch.int64)
     sums = None if normalized else torch.empty((rows, pieces, 2), device=device, dtype=torch.float32)
