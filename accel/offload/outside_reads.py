@@ -19,8 +19,10 @@ ASKS = frozenset(
 
 
 class OutsideReads(TorchFunctionMode):
-    """Inside of a call of a new size, a block's weights are brought where a function reads them outside of its call, as
-    diffusers' DiT embeds classes by its first block once more after the last. Behind it all of these are for the card.
+    """Notes which weights of blocks are read outside of these blocks' calls, inside of a call of a new size.
+
+    They are brought where they are read. diffusers' DiT embeds classes by its first block once more after the last.
+    Behind the call all of them are for the card.
     """
 
     def __init__(self, streamed: Any):

@@ -182,7 +182,7 @@ def bounds_of(config: Any, criteria: StoppingCriteriaList, ids: torch.Tensor) ->
 def known_beams(
     model: Any, config: Any, criteria: StoppingCriteriaList, ids: torch.Tensor, given: dict
 ) -> Bounds | None:
-    """What `beams_over` is to be given of such a call; None where it is for stock's loop."""
+    """What `beams_fused` is to be given of such a call; None where it is for stock's loop."""
     asked = {name for name in vars(FirstBeams) if name.startswith("_") and not name.startswith("__")}
     known = asked <= {*AS_IMPORTED[BEAMS].__code__.co_names} and not hasattr(model, OWN_ORDER)
     return bounds_of(config, criteria, ids) if known and follows(model, config, given) else None
