@@ -60,7 +60,11 @@ class OwnCodeForward(FastForward):
         if self.unlike(args, kwargs):
             return EMPTY
         half = placement(self.module)[1]
-        if half is torch.float16 is not self.tried and self.named(args, kwargs).get(self.inputs.mask) is not None:
+        if (
+            half is torch.float16
+            and half is not self.tried
+            and self.named(args, kwargs).get(self.inputs.mask) is not None
+        ):
             return f"a mask in float16, where {self.tried} was tried: optimize it again"
         if self.seen is None or not (self.seen.reachable() and self.seen.holds()):
             every = self.module.modules()

@@ -1,7 +1,7 @@
 """Beam search of encoder-decoder models: stock's own loop makes the first step, this the others.
 
-What stock computes between two steps is `beam_step`. Where nothing of the host's comes between, the step and
-that are one CUDA graph. As in `LateBeams` the host learns a step late that all texts are over.
+What stock computes between two steps is `beam_step`. Where no processors come between, a step and that are one CUDA
+graph. As in `LateBeams` the host learns a step late that all texts are over.
 """
 
 from typing import Any, NamedTuple
@@ -34,7 +34,7 @@ class Bounds(NamedTuple):
 
 
 class GrownBeams(NamedTuple):
-    """What the graph of a step does behind its logits."""
+    """What a graph does behind the logits of a step, see `Choice`. Equal for equal rules, which its key asks for."""
 
     rules: BeamRules
 
