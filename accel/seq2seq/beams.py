@@ -10,7 +10,7 @@ import torch
 from accel_kernels import BeamRules, BeamTexts, beam_step
 from transformers import EosTokenCriteria, LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
 
-from accel.errors import Unfit
+from accel.errors import reason_of
 from accel.libraries.cache import generating_cache
 from accel.libraries.generation import AS_IMPORTED, BEAMS, PREPARE
 from accel.seq2seq.decoder import Seq2SeqForward
@@ -147,7 +147,8 @@ class BeamLoop:
         tokens = packed[self.tokens : self.tokens + self.rows, None]
         try:
             return self.forward.continued(self.cache, tokens, choice) if self.fused else None
-        except Unfit:  # the call of the model finds the same, and reports it
+        except Exception as error:  # whatever a forward may raise: the call of the model finds the same, and reports it
+            reason_of(error)
             self.fused = False
             return None
 

@@ -109,7 +109,11 @@ class Seq2SeqForward(DecoderStepForward):
             with self.lock, self.order.inside(given[TOKENS].device):
                 # Under a budget weights may move from one step to the next.
                 self.trusted = self.course.begin() and streamed_model(self.module) is None
-                made = self._made(cache, given)
+                try:
+                    made = self._made(cache, given)
+                except BaseException:  # stock's code may take a part of the cache's layers out of the memory
+                    self.course.place = None, None
+                    raise
         result = output_of(self.output, made, cache, cache_field(self.output), given[ENCODED])
         return result if given.get("return_dict") is not False else result.to_tuple()
 

@@ -117,6 +117,7 @@ def test_layers_that_are_others_now_run_their_own_code_and_it_is_told(change, st
         layers.extend([copy.deepcopy(other)] if change != "removed" else [])
     assert_same(model, stock, source("Bart"), options())
     assert len(ran) == STEPS - 1 and not attended and "they are other ones now" in fallbacks(model)[0]
+    assert_same(model, stock, source("Bart"), options(num_beams=2))
 
 
 def test_first_tokens_that_fail_leave_an_empty_cache(steps, monkeypatch):
