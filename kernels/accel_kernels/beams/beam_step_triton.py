@@ -41,7 +41,7 @@ def likeliest_kernel(
 
 
 @triton.jit
-def penalized(x, factor, DIVIDE: tl.constexpr):
+def by_reciprocal(x, factor, DIVIDE: tl.constexpr):
     return x / factor if DIVIDE else x * factor
 
 
@@ -142,7 +142,7 @@ def grow_kernel(
     # those that have ended
     hopeful = tl.load(ints_ptr + flags + rows + text) != 0
     full = tl.min(tl.load(ints_ptr + flags + row, mask=beams, other=1), axis=0) != 0
-    score = penalized(found, at_end, DIVIDE)
+    score = by_reciprocal(found, at_end, DIVIDE)
     if EARLY:
         score = tl.where(full, score + LEAST, score)
     score = tl.where(hopeful, score, score + LEAST)
@@ -172,7 +172,7 @@ def grow_kernel(
     # whether the text goes on
     worst = tl.where(ended != 0, tl.min(tl.where(beams, scores, float("inf")), axis=0), LEAST)
     first = tl.sum(tl.where(b == 0, running, 0.0), axis=0)
-    better = beams & (penalized(first, at_best, DIVIDE) > worst)
+    better = beams & (by_reciprocal(first, at_best, DIVIDE) > worst)
     hopeful = hopeful & (tl.max(better.to(tl.int32), axis=0) != 0)
     tl.store(y_ptr + flags + rows + text, hopeful.to(tl.int64))
     all_ended = tl.min(tl.where(beams, ended, 1), axis=0) != 0
