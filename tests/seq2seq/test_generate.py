@@ -20,6 +20,7 @@ from accel.seq2seq.fixed_memory import CROSS, OWN
 from accel.seq2seq.held_layers import HeldLayer
 from accel.seq2seq.memory_attention import MemoryStep
 from accel.seq2seq.memory_loop import MemoryLoop
+from support.everything import always
 from support.noted import noted
 from support.objects.seq2seq import (
     LAYERS,
@@ -107,7 +108,7 @@ def test_layers_that_somebody_looks_at_run_their_own_code_and_it_is_told(steps, 
     assert attended == [False, True] * LAYERS * STEPS
 
 
-@pytest.mark.parametrize("change", ["exchanged", "removed", "doubled"])
+@pytest.mark.parametrize("change", always(["exchanged", "removed", "doubled"], "doubled"))
 def test_layers_that_are_others_now_run_their_own_code_and_it_is_told(change, steps, attended):
     model, stock = optimized("Bart")
     ran, other = steps(), copy.deepcopy(stock.model.decoder.layers[change != "doubled"])  # to the same place of a cache
