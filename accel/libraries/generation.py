@@ -24,6 +24,7 @@ POSITIONS = "_prepare_position_ids_for_generation"
 CACHE, PROCESSORS, CRITERIA = "_prepare_cache_for_generation", "_get_logits_processor", "_get_stopping_criteria"
 LOOP, DECODING, UNFINISHED = "_sample", "_optimize_model_for_decode", "_has_unfinished_sequences"
 BEAMS = "_beam_search"  # in place of LOOP
+REORDER = "_reorder_cache"  # of a model that has a way of its own to put its cache in order
 # What encodes pictures before the prompt is read, and the argument by which the model is given what came out.
 ENCODE, ENCODED = "_maybe_prepare_encoder_kwargs_for_generation", "mm_encoder_outputs"
 PREPARE, UPDATE = "prepare_inputs_for_generation", "_update_model_kwargs_for_generation"

@@ -12,14 +12,13 @@ from transformers import EosTokenCriteria, LogitsProcessorList, MaxLengthCriteri
 
 from accel.errors import reason_of
 from accel.libraries.cache import generating_cache
-from accel.libraries.generation import AS_IMPORTED, BEAMS, PREPARE
+from accel.libraries.generation import AS_IMPORTED, BEAMS, PREPARE, REORDER
 from accel.seq2seq.decoder import Seq2SeqForward
 from accel.seq2seq.late_check import Teller
 from accel.seq2seq.memory_loop import FirstToken, follows
 from accel.seq2seq.step_forward import Choice
 
 ROOM = 64  # tokens: rooms of texts are multiples of it, so that graphs hold for others too
-OWN_ORDER = "_reorder_cache"  # of a model that has a way of its own to put its cache in order
 
 
 class Bounds(NamedTuple):
@@ -185,7 +184,7 @@ def known_beams(
 ) -> Bounds | None:
     """What `beams_fused` is to be given of such a call; None where it is for stock's loop."""
     asked = {name for name in vars(FirstBeams) if name.startswith("_") and not name.startswith("__")}
-    known = asked <= {*AS_IMPORTED[BEAMS].__code__.co_names} and not hasattr(model, OWN_ORDER)
+    known = asked <= {*AS_IMPORTED[BEAMS].__code__.co_names} and not hasattr(model, REORDER)
     return bounds_of(config, criteria, ids) if known and follows(model, config, given) else None
 
 
