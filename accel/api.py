@@ -13,7 +13,7 @@ import torch
 from accel_kernels.warmup import prepare
 from torch import nn
 
-from accel.families import divides, example_of, is_language_model, note_denoiser, plan_for, takes_weights
+from accel.families import divides, example_of, is_language_model, keeps_keys, note_denoiser, plan_for, takes_weights
 from accel.in_flight import alone, others_run_stock
 from accel.libraries.versions import newer_than_tested
 from accel.options import Activations, Attention, Cpu, KvCache, Layout, Options, Padding, Parallel, choose
@@ -76,7 +76,7 @@ def optimize(
     for name, takes, kinds in (
         ("weights", takes_weights, "causal language models, encoders, and denoisers, such as UNets"),
         ("activations", takes_weights, "causal language models, encoders, and denoisers, such as UNets"),
-        ("kv_cache", is_language_model, "causal language models"),
+        ("kv_cache", keeps_keys, "causal language models and encoder-decoders"),
         ("parallel", divides, "denoisers, such as UNets, and autoencoders that decode tiles"),
     ):
         value = getattr(chosen, name)

@@ -12,6 +12,7 @@ from torch import nn
 from accel.errors import SkippedSite
 from accel.libraries.code import comes_from
 from accel.libraries.models import is_causal_lm as is_language_model
+from accel.libraries.models import is_seq2seq
 from accel.patching.rule import Context, Rule
 from accel.planning.memory import lift_offload, place_weights
 from accel.planning.plan import Plan, Row, Stage, StageReport, StageResult
@@ -90,6 +91,11 @@ def leave_stock(model: Any, context: Context) -> StageResult:
 def takes_weights(part: object) -> bool:
     """Whether `Options.weights` says something about part."""
     return is_language_model(part) or _denoises(part) or (isinstance(part, nn.Module) and bool(encoder_stages(part)))
+
+
+def keeps_keys(part: object) -> bool:
+    """Whether `Options.kv_cache` says something about part."""
+    return is_language_model(part) or is_seq2seq(part)
 
 
 def divides(part: object) -> bool:

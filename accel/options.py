@@ -68,10 +68,11 @@ class Options:
         columns, those above 6 there.
     keep_original: the weights that `weights` replaces wait on the CPU, for `accel.restore`. False frees them when the
         model is ready: `restore` then leaves the quantized ones in place.
-    kv_cache: lossy, for causal language models. Keys and values are kept in 8 bits with one scale a token and head,
-        "int8" or "fp8" (float8_e4m3fn; GPUs of compute capability 8.9 and later): half the memory of 16 bits. Layers
-        whose keys would lose too much, as measured when the model is optimized, keep theirs, see the report. None keeps
-        them in the dtype of the model.
+    kv_cache: lossy, for causal language models and encoder-decoders. Keys and values are kept in 8 bits with one scale
+        a token and head, "int8" or "fp8" (float8_e4m3fn; GPUs of compute capability 8.9 and later): half the memory of
+        16 bits. Of an encoder-decoder those of what the encoder gave, the decoder's own are not. Layers whose keys
+        would lose too much, as measured when the model is optimized, keep theirs (all, if one of an encoder-decoder's
+        does), see the report. None keeps them in the dtype of the model.
     cpu: "auto" runs models stock on a CPU, but for a language model of which a token, timed for a moment when it is
         optimized there, takes less time fused; the same object runs fused once it is on a GPU. "fuse" runs fused on a
         CPU too. So do options that are lossy, and strict.

@@ -47,7 +47,7 @@ class Seq2SeqForward(DecoderStepForward):
     """Takes over the cache of a text, and has its steps computed there.
 
     output: the class of what a call returns. whole: steps may also run the model's own code all through. begins: so
-    many first tokens may be steps too.
+    many first tokens may be steps too. codes: the dtype of 8 bits in which what the encoder gave is kept, or None.
     """
 
     captures = False  # the encoder and the prompt are run one by one, in which lone sites must pay
@@ -65,6 +65,7 @@ class Seq2SeqForward(DecoderStepForward):
     )
     whole = True
     begins = 0
+    codes: torch.dtype | None = None
     unfit = hides_a_text
     output: type
     memory: FixedMemory
@@ -154,8 +155,8 @@ class Seq2SeqForward(DecoderStepForward):
         return made
 
     def _begun(self, holding: Holding, hidden: torch.Tensor, told: list[TextStep]) -> dict[str, Any]:
-        for layer, kept in zip(self.layers, holding.kept[CROSS], strict=True):
-            layer.fill_from(hidden[:: holding.beams], kept)
+        for index, layer in enumerate(self.layers):
+            holding.write(CROSS, index, *layer.sources_of(hidden[:: holding.beams]))
         holding.lengths[CROSS] = hidden.shape[1]
         return {"logits": torch.cat([self._next(holding, one)["logits"] for one in told], 1)}
 
@@ -251,7 +252,7 @@ class Seq2SeqForward(DecoderStepForward):
             raise Unfit("a cache of another number of rows")
         step = step_behind(self, given, layers[OWN][0].get_seq_length(), length)
         holding = self._held(layers, step, self._beams_of(given[ENCODED].last_hidden_state))
-        if (holding.beams > 1 or not self.whole) and not self.ready(step.rooms[OWN]):
+        if (holding.beams > 1 or holding.codes is not None or not self.whole) and not self.ready(step.rooms[OWN]):
             raise Unfit("its layers run their own code, which does not know the memory of steps")
         self.course.note(cache, holding, given, step)
         return self._next(holding, step)
@@ -289,13 +290,15 @@ class Seq2SeqForward(DecoderStepForward):
             raise Unfit("keys and values of different sizes")
         if self.runner is not None and device.type == "cuda":
             token = layers[OWN][0].keys
-            bytes_ = 2 * len(layers[OWN]) * token.shape[0] * token.shape[1] * token.shape[3] * token.element_size()
-            if bytes_ * sum(rooms) > 2**20 * self.runner.pool.limit_mb(device):
+            numbers = 2 * len(layers[OWN]) * token.shape[0] * token.shape[1] * token.shape[3]
+            widths = [token.element_size()] * 2 if self.codes is None else [token.element_size(), 1]
+            bytes_ = sum(numbers * room * width for room, width in zip(rooms, widths, strict=True))
+            if bytes_ > 2**20 * self.runner.pool.limit_mb(device):
                 raise Unfit("its keys and values take more than graph_memory_gb allows")
         before = self.memory.given_up
         ready = self.ready(rooms[OWN])  # here, as what is bound may be looked at, which a graph cannot
         try:
-            self.holding = Holding(self.memory, layers, rooms, beams if ready else 1)
+            self.holding = Holding(self.memory, layers, rooms, *((beams, self.codes) if ready else ()))
         finally:
             if self.runner is not None and self.memory.given_up != before:
                 with self.runner.pool.lock:  # its graphs write where other things may be now

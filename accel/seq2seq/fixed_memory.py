@@ -5,21 +5,21 @@ Tokens of a row lie one behind another, with all heads of each, as blocks of a s
 """
 
 import weakref
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from accel_kernels import reorder_beams
 from accel_kernels.attention.paged.kv import KV, LENGTH, PADDING_MASK, metadata_of
+from accel_kernels.attention.paged.kv_quantization import TOPS
 
-from accel.libraries.cache import DynamicLayer, pair_of
-from accel.seq2seq.held_layers import HeldLayer
+from accel.libraries.cache import pair_of
+from accel.seq2seq.held_layers import FixedLayer, HeldLayer, Place
 
 OWN, CROSS = 0, 1  # parts of a cache
 Shape = tuple[int, ...]  # layers, 2, rows, heads, tokens, D
 BLOCK = 64  # tokens, of a store; a row has whole blocks
+SCALE = 4  # bytes of one, of a token and head in 8 bits
 STORES = 128  # of as many shapes, before all are made anew
-ASKED = "a step asks how many tokens came before it"
 COUNTED = 64  # numbers for each row and head that `accel_kernels.paged_attention` counts by
 
 
@@ -43,23 +43,39 @@ class FixedMemory:
         self.stores: dict[tuple[int, Shape, int], FixedStore] = {}
         self.given_up = 0
 
-    def room(self, part: int, shape: Shape, like: torch.Tensor) -> torch.Tensor:
-        """At the same place as before where it is large enough; what was there is lost."""
-        size, held = _blocks(shape).numel(), self.flat.get(part)
+    def room(self, part: int, shape: Shape, like: torch.Tensor, codes: torch.dtype | None = None) -> torch.Tensor:
+        """At the same place as before where it is large enough; what was there is lost.
+
+        codes: the dtype of 8 bits in which numbers are kept, with scales behind them, which are zeros here.
+        """
+        dtype, size, held = codes or like.dtype, _blocks(shape).numel(), self.flat.get(part)
+        size += 0 if codes is None else size // shape[-1] * SCALE
         if len(self.stores) > STORES:
             self.stores.clear()
             self.given_up += 1
-        if held is None or held.numel() < size or (held.dtype, held.device) != (like.dtype, like.device):
+        if held is None or held.numel() < size or (held.dtype, held.device) != (dtype, like.device):
             self.flat.pop(part, None)
             self.given_up += 1
             self.stores = {key: one for key, one in self.stores.items() if key[0] != part}
             with torch.inference_mode(False):  # else only calls in that mode could write to it
-                self.flat[part] = torch.zeros(size, dtype=like.dtype, device=like.device)
+                self.flat[part] = torch.zeros(size, dtype=dtype, device=like.device)
+        if (scales := self.scales(part, shape)) is not None:
+            scales.zero_()
         return self._laid_out(part, shape).flatten(3, 4)[:, :, :, : shape[4]].transpose(3, 4)
 
     def _laid_out(self, part: int, shape: Shape) -> torch.Tensor:
         size = _blocks(shape)
         return self.flat[part][: size.numel()].view(size)
+
+    def scales(self, part: int, shape: Shape) -> torch.Tensor | None:
+        """Of a part in 8 bits, (layers, 2, rows, blocks, heads, tokens of each) float32."""
+        flat, *size = self.flat[part], *_blocks(shape)
+        if flat.dtype not in TOPS:
+            return None
+        *outer, tokens, heads, dim = size
+        count = outer[0] * outer[1] * outer[2] * outer[3] * tokens * heads
+        behind = flat[count * dim : count * (dim + SCALE)]
+        return behind.view(torch.float32).view(*outer, heads, tokens)
 
     def rows(self, part: int, shape: Shape) -> torch.Tensor:
         """All of it, (parts, rows, tokens, width)."""
@@ -70,13 +86,9 @@ class FixedMemory:
         found = self.stores.get((part, shape, beams))
         if found is None:
             with torch.inference_mode(False):
-                found = self.stores[part, shape, beams] = _store(self._laid_out(part, shape), shape[4], beams)
+                memory, scales = self._laid_out(part, shape), self.scales(part, shape)
+                found = self.stores[part, shape, beams] = _store(memory, scales, shape[4], beams)
         return found
-
-
-def _in_words(kept: torch.Tensor) -> torch.Tensor:
-    """The same memory as numbers of 8 bytes where that goes: torch copies rows number by number."""
-    return kept.view(torch.int64) if kept.shape[-1] * kept.element_size() % 8 == 0 else kept
 
 
 def _blocks(shape: Shape) -> torch.Size:
@@ -85,106 +97,23 @@ def _blocks(shape: Shape) -> torch.Size:
     return torch.Size((*outer, -(-tokens // BLOCK), BLOCK, heads, dim))
 
 
-def _store(memory: torch.Tensor, tokens: int, beams: int) -> FixedStore:
+def _store(memory: torch.Tensor, scales: torch.Tensor | None, tokens: int, beams: int) -> FixedStore:
     _, _, rows, columns, _, heads, _ = memory.shape
     device = memory.device
     table = torch.arange(rows * columns, dtype=torch.int32, device=device).view(rows, columns)
     table, rows = table.repeat_interleave(beams, 0), rows * beams
-    layers = [own.flatten(1, 2) for own in memory]
+    layers = [tuple(own.flatten(1, 2)) for own in memory]
+    if scales is not None:
+        layers = [(*own, *more.flatten(1, 2).mT) for own, more in zip(layers, scales, strict=True)]
     metadata = metadata_of(columns, [(table, *own) for own in layers], device)
     mask = torch.ones(rows, columns * BLOCK, dtype=torch.bool, device=device)
     metadata[LENGTH], metadata[PADDING_MASK] = tokens - 1, mask.data_ptr()
     counters = torch.zeros(rows * heads * COUNTED, dtype=torch.int32, device=device)
     kvs = [
-        KV(keys, values, table, mask, metadata, index, split_counters=counters, ordered=beams == 1)
-        for index, (keys, values) in enumerate(layers)
+        KV(keys, values, table, mask, metadata, index, False, counters, beams == 1, False, None, *more)
+        for index, (keys, values, *more) in enumerate(layers)
     ]
     return FixedStore(kvs, metadata, mask)
-
-
-class Length:
-    """Tokens before a step, as the model counts them: a number on the device, `at`, (1,) int64, from `least` to `most`.
-
-    What follows from these bounds is answered without it: whether a table of positions is long enough. Other questions
-    raise ValueError.
-    """
-
-    def __init__(self, at: torch.Tensor, least: int, most: int):
-        self.at, self.least, self.most = at, least, most
-
-    def __add__(self, other: int) -> "Length":
-        return Length(self.at + other, self.least + other, self.most + other)
-
-    __radd__ = __add__
-
-    @classmethod
-    def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        """Functions of torch are given the tensor; a range that begins and ends here has a size that is known."""
-        if func is torch.arange and len(args) == 2 and all(isinstance(one, cls) for one in args):
-            first, end = args
-            return first.at + torch.arange(end.least - first.least, **(kwargs or {}))
-        tensors = (one.at[0] if isinstance(one, cls) else one for one in args)
-        return func(*tensors, **(kwargs or {}))
-
-    def __gt__(self, other: Any) -> bool:
-        if isinstance(other, int) and not self.least <= other < self.most:
-            return self.least > other
-        raise ValueError(ASKED)
-
-    def __int__(self) -> int:
-        raise ValueError(ASKED)
-
-    __index__ = __int__
-
-    def __lt__(self, other: Any) -> bool:
-        return not self > other - 1
-
-    def __ge__(self, other: Any) -> bool:
-        return self > other - 1
-
-    def __le__(self, other: Any) -> bool:
-        return not self > other
-
-    def __bool__(self) -> bool:
-        return self > 0
-
-    def __eq__(self, other: Any) -> bool:
-        return self >= other and self <= other
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-class Place:
-    """length: of what there is before a step's token, which goes behind it."""
-
-    length: Length
-
-
-class FixedLayer(DynamicLayer):
-    """What the model is shown of one layer in a step: all of its room."""
-
-    def __init__(self, kept: torch.Tensor, place: Place | None):
-        """place: None for what no step writes."""
-        super().__init__()
-        self.keys, self.values = kept
-        self.place, self.is_initialized = place, True
-        self.written: Any = None  # the length at which it was
-
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple:
-        if self.place is None:
-            raise ValueError("a step writes to the keys and values of what the encoder gave")
-        if self.written is self.place.length:  # by a copy of its layer
-            raise ValueError("two layers write to one place of the cache")
-        self.written = self.place.length
-        self.keys.index_copy_(2, self.place.length.at, key_states)
-        self.values.index_copy_(2, self.place.length.at, value_states)
-        return self.keys, self.values
-
-    def get_seq_length(self) -> Any:
-        return self.keys.shape[2] if self.place is None else self.place.length
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.keys.shape[2], 0
 
 
 class Holding:
@@ -192,22 +121,28 @@ class Holding:
 
     kept: by part, see `Shape`; lengths: how many tokens of it count. layers: those of the cache, which may be gone.
     beams: rows of the cache that are of one text, and read one row of what the encoder gave; none changes its text.
+    codes: the dtype of 8 bits in which that is kept, or None for the cache's.
     """
 
     def __init__(
-        self, memory: FixedMemory, layers: tuple[list[Any], list[Any]], rooms: tuple[int, int], beams: int = 1
+        self,
+        memory: FixedMemory,
+        layers: tuple[list[Any], list[Any]],
+        rooms: tuple[int, int],
+        beams: int = 1,
+        codes: torch.dtype | None = None,
     ):
+        self.codes, self.dtype = codes, layers[OWN][0].keys.dtype
         self.memory, self.kept, self.beams = memory, list[torch.Tensor](), beams
         self.lengths = [own[0].get_seq_length() for own in layers]
         for part, (these, length, room) in enumerate(zip(layers, self.lengths, rooms, strict=True)):
             like, step = these[0].keys, beams if part == CROSS else 1
             rows, heads, _, dim = like.shape
-            kept = memory.room(part, (len(these), 2, rows // step, heads, room, dim), like)
-            kept[..., length:, :].zero_()  # numbers there count nothing, unless they are infinite
-            for into, layer in zip(kept, these, strict=True):
-                for one, held in zip(into, (layer.keys, layer.values), strict=True):
-                    one[:, :, :length].copy_(held[::step])
-            self.kept.append(kept)
+            shape = len(these), 2, rows // step, heads, room, dim
+            self.kept.append(memory.room(part, shape, like, codes if part == CROSS else None))
+            self.kept[part][..., length:, :].zero_()  # numbers there count nothing, unless they are infinite
+            for index, layer in enumerate(these):
+                self.write(part, index, layer.keys[::step], layer.values[::step])
         self.layers = [
             [weakref.ref(HeldLayer.put_into(layer, self, part, index)) for index, layer in enumerate(these)]
             for part, these in enumerate(layers)
@@ -234,10 +169,28 @@ class Holding:
         mine = [[ref() for ref in own] for own in self.layers]
         return mine == [*layers] and all(isinstance(layer, HeldLayer) for own in layers for layer in own)
 
+    def write(self, part: int, index: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Puts (rows, heads, tokens, D) each to where a layer begins."""
+        if part == CROSS and self.codes is not None:
+            self._rows_of(index).write(0, keys.transpose(1, 2), values.transpose(1, 2))
+            return
+        for into, one in zip(self.kept[part][index], (keys, values), strict=True):
+            into[:, :, : one.shape[2]].copy_(one)
+
+    def all_of(self, part: int, index: int) -> torch.Tensor:
+        """Keys and values of a layer, (2, rows, heads, room, D), a view but of what is in 8 bits."""
+        if part == OWN or self.codes is None:
+            return self.kept[part][index]
+        return torch.stack(self._rows_of(index).read(self.room(part), self.dtype)).transpose(2, 3)
+
+    def _rows_of(self, index: int) -> KV:
+        """What the encoder gave to a layer, as of no beams."""
+        return self.memory.store(CROSS, tuple(self.kept[CROSS].shape), 1).kvs[index]
+
     def read(self, part: int, index: int) -> torch.Tensor:
-        """Keys and values of a layer, (2, rows, heads, tokens, D), a view but for beams that share them."""
+        """Those that count, a row for each of the cache's, a view but of beams that share them, and of 8 bits."""
         self.settle(part)
-        kept = self.kept[part][index][:, :, :, : self.lengths[part]]
+        kept = self.all_of(part, index)[:, :, :, : self.lengths[part]]
         return kept if part == OWN or self.beams == 1 else kept.repeat_interleave(self.beams, 1)
 
     @property
@@ -284,12 +237,28 @@ class Holding:
         kept = self.kept[part]
         whole = part == OWN and len(asked) == len(kept)  # those of the encoder would need as much memory again
         for some in [kept] if whole else (kept[index : index + 1] for index in asked):
-            used = _in_words(some[..., : self.lengths[part], :])
-            used.copy_(used.index_select(2, order.to(used.device)))
+            _order_rows(_in_words(some[..., : self.lengths[part], :]), order)
+        if part == CROSS and (scales := self._scales()) is not None:
+            for index in asked:
+                _order_rows(scales[index : index + 1], order)
+
+    def _scales(self) -> torch.Tensor | None:
+        return self.memory.scales(CROSS, tuple(self.kept[CROSS].shape))
 
     def _alike(self, order: torch.Tensor) -> bool:
         """Whether rows in this order are the same rows, as beams of one text are. Waits for the device."""
         if self.groups is None:
-            same = [(one[:, 1:] == one[:, :-1]).flatten(2).all(2).all(0) for one in self.kept[CROSS]]
+            scales = self._scales()
+            both = (*self.kept[CROSS], *(() if scales is None else scales))
+            same = [(one[:, 1:] == one[:, :-1]).flatten(2).all(2).all(0) for one in both]
             self.groups = torch.nn.functional.pad((~torch.stack(same).all(0)).cumsum(0), (1, 0))
         return torch.equal(self.groups[order.to(self.groups.device)], self.groups)
+
+
+def _in_words(kept: torch.Tensor) -> torch.Tensor:
+    """The same memory as numbers of 8 bytes where that goes: torch copies rows number by number."""
+    return kept.view(torch.int64) if kept.shape[-1] * kept.element_size() % 8 == 0 else kept
+
+
+def _order_rows(some: torch.Tensor, order: torch.Tensor) -> None:
+    some.copy_(some.index_select(2, order.to(some.device)))

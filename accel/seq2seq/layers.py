@@ -23,6 +23,7 @@ from accel.llm.recording.implementation import foreign_attention
 from accel.llm.recording.record import Call, LayerRecord, NotUnderstood, Record, Value
 from accel.llm.recording.recorder import LINEARS
 from accel.llm.recording.resting import resting
+from accel.llm.runtime.kv_quantization import choose_kv_dtypes
 from accel.llm.runtime.layer import BoundLayer, put_together
 from accel.llm.runtime.layer_spec import LayerSpec
 from accel.patching.structure import placement
@@ -54,9 +55,9 @@ class DecoderLayerForward(LayerForward):
         """See `stacks`."""
         return [linears for linears in (self.stacks(), self.second.stacks(self.attentions[CROSS].sources)) if linears]
 
-    def fill_from(self, hidden: torch.Tensor, kept: torch.Tensor) -> None:
+    def sources_of(self, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """See `BoundMemoryAttention`."""
-        self.second.bound.attention.fill_from(self.kernels, hidden, kept)
+        return self.second.bound.attention.sources_of(self.kernels, hidden)
 
     def bind(self, stack: bool) -> str | None:
         reason = super().bind(stack)
@@ -77,9 +78,10 @@ class DecoderLayerForward(LayerForward):
 class DecoderRecorder(EncoderRecorder):
     """Gathers what layers do that attend twice."""
 
-    def __init__(self, record: EncoderRecord):
+    def __init__(self, record: EncoderRecord, device: torch.device, kv_cache: str | None):
         super().__init__(record)
         self.halves: list[Halves] = []
+        self.device, self.kv_cache, self.left = device, kv_cache, list[str]()
 
     def look(self, layer: LayerRecord, record: Record) -> None:
         if layer is not record.layers[len(self.halves)]:
@@ -88,6 +90,9 @@ class DecoderRecorder(EncoderRecorder):
             self._by_own_code(layer, record.layers.index(layer))
         self.own.forget()
         self.halves.append(_halves(layer, record))
+        if self.kv_cache is not None:
+            crossing: Any = self.halves[-1][1].attention
+            self.left += choose_kv_dtypes(self.kv_cache, self.device, [(layer, crossing)])[1]
 
     def _by_own_code(self, layer: LayerRecord, index: int) -> None:
         """Notes attentions that do not go by transformers' interface."""
@@ -146,8 +151,11 @@ def _middles(layer: LayerRecord) -> Iterator[tuple[Value, tuple[Call, list[Call]
         yield value, (first, layer.calls[:end]), (second, layer.calls[end:])
 
 
-def understand_decoder(model: Any, call: dict[str, Any]) -> tuple[str, list[Halves]]:
-    """The path of the stack of a decoder, and what each of its layers computes in a call of the model.
+def understand_decoder(
+    model: Any, call: dict[str, Any], kv_cache: str | None = None
+) -> tuple[str, list[Halves], list[str]]:
+    """The path of the stack of a decoder, what each of its layers computes in a call of the model, and where what an
+    encoder gave cannot be kept as `Options.kv_cache` says, with the reasons.
 
     call: keywords, among them what an encoder gave, and no cache. Raises NotUnderstood.
     """
@@ -168,7 +176,7 @@ def understand_decoder(model: Any, call: dict[str, Any]) -> tuple[str, list[Halv
         raise NotUnderstood("in float16 its layers clamp what overflows")
     kinds: dict = {}
     seen = EncoderRecord([LayerRecord(layer, f"{stack}.{number}", kinds) for number, layer in enumerate(modules)])
-    recorder = DecoderRecorder(seen)
+    recorder = DecoderRecorder(seen, placement(model)[0], kv_cache)
     try:
         listening = listening_to_biases(model, seen.biases)
         with resting(model), math_attention(), recorder.attached(model), recorder.until_shown, listening:
@@ -179,7 +187,7 @@ def understand_decoder(model: Any, call: dict[str, Any]) -> tuple[str, list[Halv
         raise NotUnderstood(f"could not be examined: {reason_of(error)}") from error
     if len(recorder.halves) < len(modules):
         raise NotUnderstood("not all of its layers run")
-    return stack, _with_long_texts(model, call, recorder.halves)
+    return stack, _with_long_texts(model, call, recorder.halves), recorder.left
 
 
 def _with_long_texts(model: Any, call: dict[str, Any], halves: list[Halves]) -> list[Halves]:

@@ -56,7 +56,7 @@ class MemoryStep(Step):
         """Whether that part is read as a store: by a kernel that no mask has to tell how much of it counts."""
         kept = self.holding.kept[part]
         own = kept.is_cuda and kernels.paged_attention is paged_attention  # and not a user's
-        return own and dtype_reason(kept) is None and kept.shape[-1] <= MOST_CHANNELS
+        return own and dtype_reason(self.holding.kept[OWN]) is None and kept.shape[-1] <= MOST_CHANNELS
 
     def kv(self, part: int, index: int) -> KV | None:
         """What a layer has in that part, as a store."""
@@ -79,7 +79,7 @@ class MemoryStep(Step):
         kept, seen = self.holding.kept[part], self.masks[part]
         if part == OWN:
             return hiding(up_to(self.start, kept.shape[4], seen), kept.dtype)
-        return None if seen is None else hiding(seen[:: self.holding.beams].bool(), kept.dtype)
+        return None if seen is None else hiding(seen[:: self.holding.beams].bool(), self.holding.dtype)
 
 
 def up_to(start: torch.Tensor, room: int, padding: torch.Tensor | None) -> torch.Tensor:
@@ -152,11 +152,10 @@ class BoundMemoryAttention(BoundSoftmaxAttention):
         super().__init__(kernels, layer, spec, stack)
         self.sources = BoundProjections(layer, spec.sources, stack)
 
-    def fill_from(self, kernels: Kernels, hidden: torch.Tensor, kept: torch.Tensor) -> None:
-        """Puts keys and values of what the encoder gave, (rows, tokens, C), into (2, rows, heads, room, D)."""
+    def sources_of(self, kernels: Kernels, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Keys and values of what the encoder gave, (rows, tokens, C), each (rows, heads, tokens, D)."""
         values, keys = self.sources(kernels, NormedInput(hidden))
-        for memory, made in zip(kept, (keys, values), strict=True):
-            memory[:, :, : hidden.shape[1]].copy_(made.unflatten(-1, (-1, self.spec.dim)).transpose(1, 2))
+        return tuple(one.unflatten(-1, (-1, self.spec.dim)).transpose(1, 2) for one in (keys, values))
 
     def parts(self, outputs: Sequence[torch.Tensor]) -> Parts:
         if self.spec.part == OWN:
@@ -185,7 +184,7 @@ class BoundMemoryAttention(BoundSoftmaxAttention):
             angles = (one.expand(len(q), -1, -1)[:, 0] for one in (cos, sin))
             turned = kernels.rotated_heads(q[:, 0], k[:, 0], *angles, interleaved=rotary.interleaved)
             q, k = (one[:, None] for one in turned)
-        memory = step.holding.kept[spec.part][spec.index]
+        memory = step.holding.all_of(spec.part, spec.index)
         if k is not None and v is not None:
             for kept, new in zip(memory, (k, v), strict=True):
                 kept.index_copy_(2, step.start.reshape(1), new.transpose(1, 2))

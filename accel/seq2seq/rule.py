@@ -1,55 +1,33 @@
-"""Which encoder-decoder models have their steps run over a cache at fixed addresses, and the trial that says so."""
+"""Which encoder-decoder models have their steps run over a cache at fixed addresses."""
 
-import copy
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from accel_kernels.attention.math_attention import math_attention
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from accel.comparison import relative_rms
 from accel.cuda_graphs.pool import GraphPool
 from accel.cuda_graphs.rule import graph_obstacle
 from accel.cuda_graphs.runner import GraphRunner
-from accel.errors import Unfit, reason_of
+from accel.errors import Refused, SkippedSite, Unfit, reason_of
 from accel.fusion.stacked_linears import Stacked
-from accel.libraries.cache import (
-    ENCODED,
-    ENCODER_MASK,
-    LENGTHS_OF_FRAMES,
-    MASK,
-    MASK_OF_FRAMES,
-    TOKENS,
-    DynamicCache,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    cache_of,
-    empty_pair,
-    encoded,
-)
 from accel.libraries.models import is_seq2seq
 from accel.llm.parts.linear import weights
 from accel.llm.parts.step import ForwardContext
-from accel.llm.recording.position_table import within_tables
 from accel.llm.recording.record import NotUnderstood
 from accel.llm.recording.resting import model_side_effects, resting
+from accel.llm.runtime.kv_quantization import kv_dtype_for, rounding_loss
 from accel.llm.runtime.lm_head import StepHeadForward
-from accel.patching.fast_forward import as_written
+from accel.options import Options
 from accel.patching.rule import Change, Context, ForwardPatch, Match, Patch, Site, Skip
 from accel.patching.structure import meta_weights, placement, side_effects
-from accel.seq2seq.decoder import FIRST, Seq2SeqForward
-from accel.seq2seq.fixed_memory import ASKED, CROSS
+from accel.seq2seq.decoder import Seq2SeqForward
 from accel.seq2seq.generate import generate_patches
 from accel.seq2seq.layers import DecoderLayerForward, understand_decoder
-from accel.seq2seq.step_inputs import MaskByLengths, MaskOfTokens
-from accel.tolerances import LOGITS, bound
+from accel.seq2seq.step_trial import StepTrial, patches_of
 
 T = TypeVar("T")
-ROWS, BEGUN, STEPS, FRAMES = 2, 3, 2, 12  # of a trial: tokens of the decoder before its steps, and of the encoder
-WAITS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::is_nonzero"}
 
 
 def match_seq2seq(site: Site, context: Context) -> Match | Skip | None:
@@ -57,9 +35,9 @@ def match_seq2seq(site: Site, context: Context) -> Match | Skip | None:
     model: Any = site.module
     if site.path or not is_seq2seq(model):
         return None
-    if context.options.graphs is False:
-        return Skip("graphs=False, and its steps gain by them alone")
     options = context.options
+    if options.graphs is False:
+        return _skipped("graphs=False, and its steps gain by them alone", options)
     stays = options.cpu != "fuse" and not (options.strict or options.lossy or torch.cuda.is_available())
     if stays and placement(model)[0].type == "cpu":
         return Skip("its steps run stock on a CPU")  # and a trial of a large model takes long there
@@ -74,13 +52,16 @@ def match_seq2seq(site: Site, context: Context) -> Match | Skip | None:
         reason = str(error)
     if trial is not None:
         try:
-            covers, layers = (_understand(forward, trial, context),), "fused"
+            stack, rounds = _understand(forward, trial, context)
+            covers, layers = (stack,), f"fused{rounds}"
         except NotUnderstood as error:
             reason, layers = trial.reason, f"in the model's own code: {error}"
+            if options.kv_cache is not None:
+                _skipped(f"its steps run {layers}", options)
     if reason is not None:
         # With strict=True its encoder, and norms, count as nothing left out.
-        return None if context.options.strict else Skip(f"its steps run stock: {reason}")
-    patches: list[Change] = [*_patches(forward), *_of_head(forward, context), *generate_patches(forward)]
+        return None if options.strict and not options.kv_cache else _skipped(f"its steps run stock: {reason}", options)
+    patches: list[Change] = [*patches_of(forward), *_of_head(forward, context), *generate_patches(forward)]
     patches += [Stacked(linears) for layer in forward.layers for linears in layer.all_stacks()]
     keep = context.options.graphs is True
     forward.runner = GraphRunner(model, "", context.of(GraphPool), context.log, graph_obstacle, keep)
@@ -93,10 +74,21 @@ def match_seq2seq(site: Site, context: Context) -> Match | Skip | None:
     return Match(forward, tuple(patches), covers=covers, note=note)
 
 
-def _understand(forward: Seq2SeqForward, trial: "StepTrial", context: Context) -> str:
-    """Has the layers fused in steps. Returns the path of their stack. Raises NotUnderstood."""
+def _skipped(reason: str, options: Options) -> Skip:
+    """Raises `Refused` where the steps are to keep what an encoder gave in 8 bits."""
+    if options.kv_cache is not None:
+        raise Refused(f"kv_cache={options.kv_cache!r}: {reason}")
+    return Skip(reason)
+
+
+def _understand(forward: Seq2SeqForward, trial: StepTrial, context: Context) -> tuple[str, str]:
+    """Has the layers fused in steps. Returns the path of their stack, and what is kept in 8 bits. Raises
+    NotUnderstood.
+    """
     model = forward.module
-    stack, halves = understand_decoder(model, trial.prompt())
+    kind = context.options.kv_cache
+    codes = None if kind is None else kv_dtype_for(kind, placement(model)[0])
+    stack, halves, left = understand_decoder(model, trial.prompt(), kind)
     forward.steps = context.of(ForwardContext)
     layers = [
         DecoderLayerForward(layer, f"{stack}.{name}", context.kernels, context.log, halves=both, steps=forward.steps)
@@ -110,7 +102,11 @@ def _understand(forward: Seq2SeqForward, trial: "StepTrial", context: Context) -
         raise
     finally:
         forward.apart = False
-    return stack
+    told = rounding_loss(left, placement(model)[1])
+    if left and context.options.strict:
+        raise SkippedSite(f"strict=True: kv_cache={kind!r}: {told}")
+    forward.codes = None if left else codes
+    return stack, "" if kind is None else f"; what the encoder gave in {kind if not left else told}"
 
 
 def _of_head(forward: Seq2SeqForward, context: Context) -> list[Patch]:
@@ -121,214 +117,6 @@ def _of_head(forward: Seq2SeqForward, context: Context) -> list[Patch]:
         return []
     path = next(path for path, one in forward.module.named_modules() if one is head)
     return [ForwardPatch(head, StepHeadForward(head, path, context.kernels, context.log, steps=forward.steps))]
-
-
-def _patches(forward: Seq2SeqForward) -> list[Patch]:
-    """What steps need on the model."""
-    frames = [one for one in forward.module.modules() if hasattr(type(one), MASK_OF_FRAMES)]
-    frames = frames if forward.masks.frames is not None else []
-    masks = [Patch(one, MASK_OF_FRAMES, MaskOfTokens(one)) for one in frames]
-    return [*masks, *(ForwardPatch(one.module, one) for one in forward.layers)]
-
-
-@contextmanager
-def patched(forward: Seq2SeqForward) -> Iterator[None]:
-    """Inside, the model has what steps need."""
-    with ExitStack() as undo:
-        for patch in _patches(forward):
-            patch.apply()
-            undo.callback(patch.undo)
-        yield
-
-
-class Waits(TorchDispatchMode):
-    """Sees what a step asks the device for, which no graph can. found: the first such operation."""
-
-    found: str | None = None
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if func.name().partition(".")[0] in WAITS:
-            self.found = self.found or func.name()
-        return func(*args, **(kwargs or {}))
-
-
-class Text(NamedTuple):
-    """What stock makes of a small text. more: keywords besides its tokens; first: what it returns of its first tokens;
-    begun: its cache behind these; wanted: what the steps behind these return.
-    """
-
-    more: dict[str, torch.Tensor]
-    first: Any
-    begun: Any
-    wanted: list[Any]
-
-
-class StepTrial:
-    """Compares small texts with stock, and finds out which masks the model reads. Raises NotUnderstood."""
-
-    def __init__(self, forward: Seq2SeqForward):
-        model = forward.module
-        device, dtype = placement(model)
-        generator = torch.Generator().manual_seed(0)
-        config = getattr(model.get_encoder(), "config", None)
-        width = getattr(config and config.get_text_config(), "hidden_size", None)  # of an encoder of pictures too
-        words = getattr(getattr(model.get_decoder(), "get_input_embeddings", bool)(), "weight", None)
-        if not isinstance(width, int) or words is None:
-            raise NotUnderstood("its encoder's width, or its decoder's table of words, is in another place")
-        layers = DynamicCache(config=model.get_decoder().config).layers
-        if any(type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers):
-            raise NotUnderstood("its cache keeps other things than keys and values")
-        self.forward, forward.width = forward, width
-        self.reason: str | None = None  # why the model's own code computes no steps
-        self.hidden = torch.randn(ROWS, FRAMES, width, generator=generator, device="cpu").to(device, dtype)
-        shape = (ROWS, BEGUN + STEPS)
-        self.ids = torch.randint(words.shape[0], shape, generator=generator, device="cpu").to(device)
-
-    def run(self) -> "StepTrial":
-        forward = self.forward
-        mask = self.ids.new_ones(ROWS, FRAMES)
-        mask[1, FRAMES // 2 :] = 0
-        plain, hiding = self.stock({}, 1), self.stock({ENCODER_MASK: mask}, STEPS)
-        forward.output = type(plain.wanted[0])
-        makers = [one for one in forward.module.modules() if hasattr(type(one), MASK_OF_FRAMES)]
-        # So few frames may be less than a token, of which such a maker hides none.
-        encoder = bool(makers) or not (_same(plain, hiding) and self.ignores_masks(plain))
-        frames: Any = MaskOfTokens(makers[0]) if makers and encoder else None
-        counts = getattr(forward.module, LENGTHS_OF_FRAMES, None)
-        if counts is not None and forward.module.main_input_name == "input_features":  # models of texts have it too
-            frames = MaskByLengths(counts)
-        self.texts, forward.masks = [plain, hiding], forward.masks._replace(encoder=encoder, frames=frames)
-        if not encoder:
-            beside = self.stock({ENCODED: encoded(self.hidden, mask)}, STEPS)
-            forward.masks = forward.masks._replace(beside=not _same(plain, beside))
-            self.texts += [beside] if forward.masks.beside else []
-        with patched(forward):
-            self.reason = self.differs()
-            if self.reason is not None and ASKED in self.reason:  # by a range of a table of positions, as in BERT
-                forward.counts = self.differs(counts=True) is None
-                self.reason = None if forward.counts else self.reason
-            forward.whole = self.reason is None
-            if forward.whole:
-                self.pads()
-        return self
-
-    def differs(self, counts: bool = False) -> str | None:
-        """Why steps in the model's own code are not as stock's; counts: which is given positions."""
-        self.forward.counts = counts
-        try:
-            for text in self.texts:
-                self.compare(text)
-        except Exception as error:  # whatever a forward may raise
-            known = isinstance(error, NotUnderstood | Unfit)
-            return str(error) if known else f"the trial raised {reason_of(error)}"
-        return None
-
-    def again(self) -> None:
-        """Compares the same texts, by layers that are fused."""
-        forward = self.forward
-        with patched(forward):
-            if not forward.whole:
-                self.pads()
-            for text in self.texts:
-                self.compare(text)
-                if forward.reason is not None:
-                    raise NotUnderstood(forward.reason)
-            forward.begins = FIRST if all(layer.attentions[CROSS].sources for layer in forward.layers) else 0
-            if forward.begins and not all(map(self.begins, self.texts)):
-                forward.begins = 0
-            elif forward.begins and not self.counts_padding():
-                forward.begins = 1
-
-    def begins(self, text: Text) -> bool:
-        """Whether the first tokens may be steps too."""
-        cache = empty_pair(self.forward.module.get_decoder().config)
-        try:
-            _agree(self.forward.fast(**self.call(text.more, 0, BEGUN, cache)), text.first)
-            self.compare(text, cache)
-        except Exception as error:  # whatever a forward may raise
-            reason_of(error)
-            return False
-        return True
-
-    def counts_padding(self) -> bool:
-        """Whether tokens behind one of padding, which no mask tells of, have the positions that steps give them."""
-        before, pad = self.ids, getattr(self.forward.module.get_decoder().config, "pad_token_id", None)
-        if pad is None:
-            return True
-        self.ids = before.clone()
-        self.ids[0, 0] = pad
-        try:
-            return self.begins(self.stock({}, 1))
-        except Exception as error:  # a token that it does not have
-            reason_of(error)
-            return True
-        finally:
-            self.ids = before
-
-    def prompt(self) -> dict[str, Any]:
-        """The keywords of a call that looks at all tokens at once."""
-        return {TOKENS: self.ids, ENCODED: encoded(self.hidden), "use_cache": False}
-
-    def call(self, more: dict, begin: int, end: int, cache: Any) -> dict[str, Any]:
-        """The keywords of a call with these tokens."""
-        given = {TOKENS: self.ids[:, begin:end], ENCODED: encoded(self.hidden)} | more
-        given[self.forward.cache_name] = cache
-        padding = {MASK: more[MASK][:, :end]} if MASK in more else {}
-        return given | padding | {"use_cache": True, "return_dict": True}
-
-    def stock(self, more: dict, steps: int) -> Text:
-        with as_written(), within_tables():
-            first = self.forward.stock(**self.call(more, 0, BEGUN, None))
-            cache = cache_of(first)
-            begun = copy.deepcopy(cache)
-            places = range(BEGUN, BEGUN + steps)
-            wanted = [self.forward.stock(**self.call(more, at, at + 1, cache)) for at in places]
-        return Text(more, first, begun, wanted)
-
-    def compare(self, text: Text, begun: Any = None) -> None:
-        """begun: its cache, where it was made by us."""
-        begun = copy.deepcopy(text.begun) if begun is None else begun
-        for at, theirs in enumerate(text.wanted, BEGUN):
-            with Waits() as waits:
-                ours = self.forward.fast(**self.call(text.more, at, at + 1, begun))
-            _agree(ours, theirs)
-            if waits.found is not None:
-                raise NotUnderstood(f"a step asks the device for a number ({waits.found})")
-
-    def ignores_masks(self, plain: Text) -> bool:
-        """Whether a mask of the encoder's tokens may be of any form, as nobody reads it."""
-        try:
-            return _same(plain, self.stock({ENCODER_MASK: self.ids.new_ones(ROWS, FRAMES + 1)}, 1))
-        except Exception as error:  # as its sizes are those of no tokens
-            reason_of(error)
-            return False
-
-    def pads(self) -> None:
-        """Finds out whether a mask of the decoder's tokens hides the first ones."""
-        before, padding = self.forward.masks, torch.ones_like(self.ids)
-        padding[1, : BEGUN - 1] = 0
-        try:
-            if MASK in self.forward.names:
-                self.forward.masks = before._replace(own=True)
-                padded = self.stock({MASK: padding}, 1)
-                self.compare(padded)
-                self.texts.append(padded)
-        except Exception as error:  # stock refuses it, or takes it in another way
-            reason_of(error)
-            self.forward.masks = before
-
-
-def _agree(ours: Any, theirs: Any) -> None:
-    """Raises NotUnderstood where outputs have other fields, or logits that differ by more than rounding."""
-    if list(ours) != list(theirs):
-        raise NotUnderstood("its output has other fields")
-    off = relative_rms(ours.logits, theirs.logits)
-    if not off <= bound(LOGITS, theirs.logits.dtype):
-        raise NotUnderstood(f"a step computes something else: logits are off by {off:.1e}")
-
-
-def _same(one: Text, other: Text) -> bool:
-    return torch.equal(one.wanted[0].logits, other.wanted[0].logits)
 
 
 def _try(forward: Seq2SeqForward, run: Callable[[], T]) -> T:

@@ -17,7 +17,8 @@ from accel.offload.call_hooks import streamed_model
 from accel.patching.fast_forward import FastForward
 from accel.patching.structure import CallersHook, foreign_hooks
 from accel.seq2seq.course import Course
-from accel.seq2seq.fixed_memory import CROSS, OWN, Holding, Length
+from accel.seq2seq.fixed_memory import CROSS, OWN, Holding
+from accel.seq2seq.held_layers import Length
 from accel.seq2seq.layers import DecoderLayerForward
 from accel.seq2seq.memory_attention import MemoryStep, hiding, up_to
 from accel.seq2seq.step_inputs import Given, MaskByLengths, Masks, TextStep

@@ -24,6 +24,7 @@ from support.objects.seq2seq import (
     WORDS,
     assert_same,
     fallbacks,
+    made,
     moonshine,
     optimized,
     options,
@@ -110,6 +111,15 @@ def test_windows_that_a_text_has_not_passed(steps, monkeypatch):
     long = options(160, min_new_tokens=139, eos_token_id=[*range(3, 60)], return_dict_in_generate=True)
     assert_same(model, stock, source("T5Gemma", rows=1), long)
     assert "a window that a text of this length may pass" in fallbacks(model)
+
+
+@pytest.mark.parametrize(("name", "chosen", "reason"), [("T5Gemma", {}, "own code"), ("Bart", {"graphs": False}, "")])
+def test_steps_that_cannot_keep_8_bits_are_refused(name, chosen, reason, monkeypatch):
+    monkeypatch.setitem(MAKES, "T5Gemma", gemmas)
+    model, stock = made(name)
+    with pytest.raises(ValueError, match=f"kv_cache='int8': .*{reason}"):
+        accel.optimize(model, kv_cache="int8", **chosen)
+    assert vars(model).keys() == vars(stock).keys()
 
 
 def gemmas_of_pictures():

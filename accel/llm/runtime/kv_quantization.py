@@ -114,5 +114,10 @@ def described(kind: str, shapes: tuple, left: list[str]) -> str:
     text = f"keys and values in {kind}: {now} bytes a token instead of {before}"
     if not left:
         return text
-    dtype = str(shapes[0].dtype).removeprefix("torch.")
-    return f"{text}; in {dtype} where rounded keys leave scores less than {LEAST:.0f} dB: {', '.join(left)}"
+    return f"{text}; in {rounding_loss(left, shapes[0].dtype)}"
+
+
+def rounding_loss(left: list[str], dtype: torch.dtype) -> str:
+    """For the report: where keys stay in a dtype, as rounded ones would lose too much."""
+    name = str(dtype).removeprefix("torch.")
+    return f"{name} where rounded keys leave scores less than {LEAST:.0f} dB: {', '.join(left)}"

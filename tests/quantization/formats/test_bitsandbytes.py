@@ -8,7 +8,7 @@ import accel
 from accel.diffusion.dit.block import BlockForward
 from accel.quantization.formats.stored import StoredWeight
 from accel.quantization.formats.stored_weight import read_stored, recognize, stored_weight
-from accel.seq2seq.rule import Waits
+from accel.seq2seq.step_trial import Waits
 from support.bits import Calls, as_elsewhere, four_bit
 from support.compatibility.diffusers_calls import inputs
 from support.compatibility.tiny_diffusers_models import build

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import torch
 import transformers as t
+from accel_kernels.attention.paged.kv_quantization import restored, rounded
 
 import accel
 from support.objects.encoders import random_pair
@@ -104,10 +105,18 @@ def assert_same(model, stock, call, chosen):
     assert torch.equal(generated(model, call, chosen), generated(stock, call, chosen))
 
 
+class Rounded(t.DynamicCache):
+    """Stock's cache, of numbers as they come out of 8 bits."""
+
+    def update(self, keys, values, *args, **kwargs):
+        keys, values = (restored(*rounded(one, torch.int8), one.dtype) for one in (keys, values))
+        return super().update(keys, values, *args, **kwargs)
+
+
 def fallbacks(model):
     return [reason for _, reason, _ in accel.report(model).fallbacks]
 
 
-def optimized(family):
+def optimized(family, **chosen):
     model, stock = made(family)
-    return accel.optimize(model), stock
+    return accel.optimize(model, **chosen), stock
