@@ -13,6 +13,7 @@ from accel.seq2seq.memory_attention import MemoryStep
 from accel.seq2seq.processors import quicker
 from support.kernels.waiting import waits_noted
 from support.noted import noted
+from support.objects.seq2seq import Rounded
 
 pytestmark = pytest.mark.usefixtures("exact")
 
@@ -95,11 +96,15 @@ def test_layers_with_windows_are_in_graphs(monkeypatch):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("kind", [None, "int8"])
 @pytest.mark.parametrize("family", MAKES)
-def test_logits_in_bf16_are_as_close_as_those_of_stock(family):
-    """To float32, of the same tokens step by step; beside other rows, and with padding of what the encoder read."""
+def test_logits_in_bf16_are_as_close_as_those_of_stock(family, kind):
+    """To float32, of the same tokens step by step; beside other rows, and with padding of what the encoder read.
+
+    kind: in which all keep that; stock in numbers that have been rounded so.
+    """
     stock = made(family, torch.bfloat16)
-    exact, ours = copy.deepcopy(stock).float(), accel.optimize(copy.deepcopy(stock), graphs=True)
+    exact, ours = copy.deepcopy(stock).float(), accel.optimize(copy.deepcopy(stock), graphs=True, kv_cache=kind)
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(5, 256, (3, 40), generator=generator).cuda()
     if family == "Whisper":
@@ -114,7 +119,9 @@ def test_logits_in_bf16_are_as_close_as_those_of_stock(family):
         given = {name: one.to(model.dtype) if one.is_floating_point() else one for name, one in call.items()}
         hidden = model.get_encoder()(**given)
         more = {"encoder_outputs": hidden} | {n: one for n, one in given.items() if n == "attention_mask"}
-        cache, found = None, []
+        own, found = {"config": model.get_decoder().config}, []
+        crossing = t.DynamicCache if kind is None or model is ours else Rounded
+        cache = t.EncoderDecoderCache(t.DynamicCache(**own), crossing(**own))
         for at in range(tokens.shape[1]):
             output = model(decoder_input_ids=tokens[:, at : at + 1], cache=cache, use_cache=True, **more)
             cache = cache_of(output)
