@@ -154,9 +154,9 @@ def _middles(layer: LayerRecord) -> Iterator[tuple[Value, tuple[Call, list[Call]
 def understand_decoder(
     model: Any, call: dict[str, Any], kv_cache: str | None = None
 ) -> tuple[str, list[Halves], list[str]]:
-    """The path of the stack of a decoder, what each of its layers computes in a call of the model, and where what an
-    encoder gave cannot be kept as `Options.kv_cache` says, with the reasons.
+    """The path of the stack of a decoder, what each of its layers computes in a call of the model, and what stays.
 
+    The last names layers whose keys of what an encoder gave would lose too much as `Options.kv_cache` says.
     call: keywords, among them what an encoder gave, and no cache. Raises NotUnderstood.
     """
     decoder = model.get_decoder()

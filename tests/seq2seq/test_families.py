@@ -24,7 +24,7 @@ from support.objects.seq2seq import (
     WORDS,
     assert_same,
     fallbacks,
-    made,
+    gemmas,
     moonshine,
     optimized,
     options,
@@ -76,15 +76,6 @@ def test_speech_whose_mask_is_of_frames(make, steps, attended, monkeypatch):
         )
 
 
-def gemmas():
-    """Whose caches have windows, of more tokens than there is room for."""
-    sizes = {"vocab_size": WORDS, "hidden_size": WIDTH, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
-    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 140}
-    sizes |= {"layer_types": ["sliding_attention", "full_attention"]}
-    both = {"encoder": {**sizes}, "decoder": sizes | {"cross_attention_hidden_size": WIDTH}}
-    return t.T5GemmaForConditionalGeneration(t.T5GemmaConfig(**both, vocab_size=WORDS))
-
-
 @torch.no_grad()
 def test_windows_that_a_text_has_not_passed(steps, monkeypatch):
     monkeypatch.setitem(MAKES, "T5Gemma", gemmas)
@@ -111,15 +102,6 @@ def test_windows_that_a_text_has_not_passed(steps, monkeypatch):
     long = options(160, min_new_tokens=139, eos_token_id=[*range(3, 60)], return_dict_in_generate=True)
     assert_same(model, stock, source("T5Gemma", rows=1), long)
     assert "a window that a text of this length may pass" in fallbacks(model)
-
-
-@pytest.mark.parametrize(("name", "chosen", "reason"), [("T5Gemma", {}, "own code"), ("Bart", {"graphs": False}, "")])
-def test_steps_that_cannot_keep_8_bits_are_refused(name, chosen, reason, monkeypatch):
-    monkeypatch.setitem(MAKES, "T5Gemma", gemmas)
-    model, stock = made(name)
-    with pytest.raises(ValueError, match=f"kv_cache='int8': .*{reason}"):
-        accel.optimize(model, kv_cache="int8", **chosen)
-    assert vars(model).keys() == vars(stock).keys()
 
 
 def gemmas_of_pictures():

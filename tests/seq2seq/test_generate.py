@@ -26,7 +26,6 @@ from support.objects.seq2seq import (
     LAYERS,
     STEPS,
     TEXT,
-    Rounded,
     assert_same,
     fallbacks,
     generated,
@@ -84,40 +83,6 @@ def test_the_memory_read_as_a_store_gives_the_same(family, monkeypatch):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)  # of as many tokens as there is room for
     assert read == [(part, layer) for layer in range(LAYERS) for part in (OWN, CROSS)] * (9 + STEPS + 50 + STEPS)
     assert not fallbacks(model)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("paged", [False, True])
-def test_what_the_encoder_gave_in_8_bits(family, paged, steps, monkeypatch):
-    """As stock over numbers that were rounded so: greedy, by beams, in a cache that goes on in stock, in another order.
-
-    paged: read as on a GPU.
-    """
-    model, stock = optimized(family, kv_cache="int8")
-    monkeypatch.setattr(MemoryStep, "pages", lambda *_: paged)
-    ran, forward, name = steps(), vars(model)["forward"], cache_argument(type(stock).forward)
-    for call, chosen in (
-        (source(family), options()),
-        (source(family, length=70), options(num_beams=3)),
-        (source(family, rows=3, masked=False), options(4)),
-    ):
-        beside = {name: t.EncoderDecoderCache(t.DynamicCache(), Rounded())}
-        assert torch.equal(generated(model, call, chosen), generated(stock, call, chosen | beside))
-        assert forward.memory.flat[CROSS].dtype == torch.int8 != forward.memory.flat[OWN].dtype
-    assert len(ran) >= 2 * STEPS + 4 and not fallbacks(model) and "in int8" in str(accel.report(model))
-    ids, order = torch.tensor([[2], [5], [6]]), torch.tensor([2, 0, 1])
-    hidden = torch.randn(3, 16 if family == "Whisper" else 7, 32, generator=torch.Generator().manual_seed(0))
-    own = {"config": stock.get_decoder().config}
-    caches = [t.EncoderDecoderCache(t.DynamicCache(**own), kind(**own)) for kind in (t.DynamicCache, Rounded)]
-    for at in range(3):
-        call, both = {"encoder_outputs": encoded(hidden)}, zip((model, stock), caches, strict=True)
-        ours, theirs = (one(decoder_input_ids=ids + at, **{name: held}, **call) for one, held in both)
-        torch.testing.assert_close(ours.logits, theirs.logits, rtol=2e-3, atol=2e-3)
-        layers = [held.cross_attention_cache.layers[1] for held in caches]
-        torch.testing.assert_close(layers[0].keys, layers[1].keys, rtol=1e-4, atol=0.02)
-        for held in caches:
-            held.reorder_cache(order)
-        hidden = hidden[order]
 
 
 def test_layers_that_somebody_looks_at_run_their_own_code_and_it_is_told(steps, attended):

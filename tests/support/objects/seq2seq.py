@@ -70,6 +70,15 @@ def seamless() -> torch.nn.Module:
     return t.SeamlessM4TForSpeechToText(t.SeamlessM4TConfig(**sizes))
 
 
+def gemmas() -> torch.nn.Module:
+    """Whose caches have windows, of more tokens than there is room for."""
+    sizes = {"vocab_size": WORDS, "hidden_size": WIDTH, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 140}
+    sizes |= {"layer_types": ["sliding_attention", "full_attention"]}
+    both = {"encoder": {**sizes}, "decoder": sizes | {"cross_attention_hidden_size": WIDTH}}
+    return t.T5GemmaForConditionalGeneration(t.T5GemmaConfig(**both, vocab_size=WORDS))
+
+
 def made(family: str) -> tuple[torch.nn.Module, torch.nn.Module]:
     """A model with random weights, and a deep copy of it that stays stock."""
     return random_pair(MAKES[family], 0.3)
