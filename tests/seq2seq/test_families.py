@@ -1,7 +1,7 @@
 """generate() of more families, known by what they hold."""
 
 import copy
-from itertools import cycle
+from itertools import cycle, islice
 
 import pytest
 import torch
@@ -12,7 +12,8 @@ from transformers.modeling_outputs import BaseModelOutput
 import accel
 from accel.cuda_graphs.pool import GraphPool
 from accel.seq2seq import fixed_memory
-from accel.seq2seq.memory_attention import MemoryStep
+from accel.seq2seq.memory_attention import BoundMemoryAttention, MemoryStep
+from support.noted import noted
 from support.objects.seq2seq import (
     LAYERS,
     MAKES,
@@ -175,6 +176,20 @@ def test_no_step_reads_behind_the_positions_that_a_model_counts(steps, monkeypat
         with pytest.raises(RuntimeError, match="must match the existing size"):
             one.generate(**call, decoder_start_token_id=2, pad_token_id=0, eos_token_id=1)
     assert len(ran) == 6 and "more tokens than there are positions for" in fallbacks(model)
+
+
+@pytest.mark.parametrize(("calls", "told"), [(1, "its layers fused"), (10**6, "its layers in the model's own code")])
+def test_what_a_first_call_alone_waits_for_is_no_wait_of_steps(calls, told, monkeypatch):
+    """As kernels that check themselves do."""
+    waits = iter(range(calls))
+    noted(
+        monkeypatch,
+        BoundMemoryAttention,
+        "attended",
+        lambda bound, kernels, step, parts, *_: [parts[0].any().item() for _ in islice(waits, 1)],
+    )
+    model, _ = optimized("Bart")
+    assert any(told in str(site) for site in accel.report(model).sites)
 
 
 @pytest.mark.parametrize("family", ["Bart", "T5"])
