@@ -240,6 +240,14 @@ def _inside(owners: set[int]) -> dict[int, FrameType]:
     return found
 
 
+def called_in(module: nn.Module) -> bool:
+    """Whether this is part of a call of a module, by the frames of this thread."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not (frame.f_code is CALL and frame.f_locals.get("self") is module):
+        frame = frame.f_back
+    return frame is not None
+
+
 def _called(frame: FrameType) -> object:
     """The object whose call runs in this frame: a module, or the owner of a callable that accel put on it."""
     if frame.f_code is CALL:

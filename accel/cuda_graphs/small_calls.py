@@ -11,7 +11,8 @@ from accel.fusion.loop import PerThread
 MOST_TOKENS = 1024  # beyond, kernels take longer than their launches
 TOKENS = ("input_ids", "inputs_embeds")
 MASK = "attention_mask"
-MASKS = ("pixel_attention_mask", "patch_attention_mask", "input_features_mask")  # of what is packed too
+# Of what is packed too.
+MASKS = ("pixel_attention_mask", "patch_attention_mask", "pixel_position_ids", "input_features_mask")
 
 
 class SmallCalls(PerThread):

@@ -17,9 +17,12 @@ from accel.encoders.relative import Relative, seen_by_query
 from accel.encoders.windows import BoundWindowAttention, added_by
 from accel.libraries.attention import KNOWN_ARGUMENTS
 from accel.llm.attention.attention import UnderstoodAttention
+from accel.llm.attention.borrowed_attention import value_norms
 from accel.llm.attention.projections import projections_of, split
-from accel.llm.attention.rotary import turnings
+from accel.llm.attention.rotary import FORMS, FORMS_OF_ENCODERS, Forms, turnings
 from accel.llm.attention.softmax_attention import BoundSoftmaxAttention, Formula, Parts, SoftmaxSpec, normed
+from accel.llm.parts.norm import HeadNorm, NormSpec
+from accel.llm.parts.part import BoundHeadNorm
 from accel.llm.recording.reach import Reach, reach_of
 from accel.llm.recording.record import Call, LayerRecord, NotUnderstood, Record, Value
 from accel.patching.fast_forward import Kernels
@@ -55,6 +58,7 @@ class BidirectionalSpec(SoftmaxSpec):
     alone. added: names of parameters that are added to queries and values, from the attention. starts: the keyword of
     its layer that tells where sequences begin which lie in one row, see `packed`.
     windows: of a picture, see `Windows`. pairs: its layer's own code makes what is added to scores, of no token.
+    v_norm: of values.
     """
 
     reach: Reach | None = None
@@ -65,6 +69,11 @@ class BidirectionalSpec(SoftmaxSpec):
     starts: str | None = None
     windows: bool = False
     pairs: bool = False
+    v_norm: HeadNorm | None = None
+
+    @property
+    def norms(self) -> tuple[NormSpec, ...]:
+        return (*super().norms, *(() if self.v_norm is None else (self.v_norm.norm,)))
 
     @property
     def has_position_bias(self) -> bool:
@@ -121,7 +130,12 @@ class BidirectionalSpec(SoftmaxSpec):
     @classmethod
     def formulas(cls, layer: LayerRecord, calls: list[Call], fields: dict) -> Iterator[Formula]:
         """Those that may be of a recorded layer."""
-        return _formulas(layer, calls, fields)
+        yield from self_formulas(layer, calls, fields, FORMS_OF_ENCODERS)
+        if layer.stored is None or fields["windows"] or isinstance(layer.attended, OwnAttended):
+            return
+        for v_norm, before in value_norms(layer, calls, layer.stored.values.transpose(1, 2)):
+            plain = replace(layer, stored=layer.stored._replace(values=before.transpose(1, 2)))
+            yield from self_formulas(plain, calls, fields | {"v_norm": v_norm}, FORMS_OF_ENCODERS)
 
     @classmethod
     def _of_own_code(cls, layer: LayerRecord, record: Record, attended: OwnAttended) -> UnderstoodAttention:
@@ -179,7 +193,8 @@ def _starts(layer: LayerRecord, mask: torch.Tensor | None, ends: list[int]) -> s
     return None
 
 
-def _formulas(layer: LayerRecord, calls: list[Call], fields: dict) -> Iterator[Formula]:
+def self_formulas(layer: LayerRecord, calls: list[Call], fields: dict, forms: Forms = FORMS) -> Iterator[Formula]:
+    """Of attention whose keys and values are of the tokens that attend, which may turn in these forms."""
     attended = layer.attended
     assert attended is not None
     added = attended.added if isinstance(attended, OwnAttended) else ()
@@ -188,7 +203,7 @@ def _formulas(layer: LayerRecord, calls: list[Call], fields: dict) -> Iterator[F
         if isinstance(attended, OwnAttended) and (scale := _scaled_by(layer, attended, q, k)) is not None:
             scores = UNTURNED | PLAIN | fields | {"scale": scale}
             yield Formula(projections, layout | scores, attended.output.flatten(2), None)
-        for turned in turnings(layer, calls, q, k):
+        for turned in turnings(layer, calls, q, k, forms):
             scale = None if turned.fields["norms_after"] else scale_of(layer, turned.queries)
             if scale is not None:
                 scores = PLAIN | fields | {"scale": scale}
@@ -253,13 +268,15 @@ class BoundBidirectionalAttention(BoundSoftmaxAttention):
         self.relative = None if spec.relative is None else spec.relative.bind(layer, self.device)
         self.added = [self.module.get_parameter(name) for name in spec.added]
         self.layer = layer
+        v_norm = spec.v_norm
+        self.v_norm = None if v_norm is None else BoundHeadNorm(kernels, layer, v_norm, spec.dim, self.device)
 
     def parts(self, outputs: Sequence[torch.Tensor]) -> Parts:
         """See `BoundSoftmaxAttention`."""
         q, k, v, gate = super().parts(outputs)
         if self.added and v is not None:
             q, v = (t + one.view(t.shape[-2:]).to(t.dtype) for t, one in zip((q, v), self.added, strict=True))
-        return q, k, v, gate
+        return q, k, v if v is None or self.v_norm is None else self.v_norm(v), gate
 
     def prepare(self, step: Any, kwargs: dict) -> None:
         """Has the step hold what is made of these keywords: a graph has its own."""
@@ -283,6 +300,7 @@ class BoundBidirectionalAttention(BoundSoftmaxAttention):
         if rotary is not None:
             cos, sin = (one[0] for one in self.angles(step, kwargs))
             given = {"interleaved": rotary.interleaved, "q_norm": q_norm, "k_norm": k_norm}
+            given |= {"parts": rotary.parts} if rotary.parts > 1 else {}
             q, k = kernels.rotated_heads(q, k, cos, sin, **given)
         alike = step.run is None and spec.starts is None  # sequences of one length
         if alike and not spec.has_position_bias and q.shape[1] == k.shape[1]:

@@ -1,22 +1,20 @@
 """An encoder whose layers run fused on packed tokens; the code around its layers is the model's own."""
 
 import inspect
-import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from math import inf
-from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
 
-from accel.cuda_graphs.fingerprint import Fingerprint
+from accel.cuda_graphs.fingerprint import VERSION, Fingerprint
 from accel.cuda_graphs.runner import GraphRunner
 from accel.cuda_graphs.small_calls import SmallCalls
-from accel.encoders.inputs import GRIDS, SHOWN, SOUNDS, TEXT, Inputs, pad_token
+from accel.encoders.inputs import GRIDS, PLACES, SHOWN, SOUNDS, TEXT, Inputs, pad_token
 from accel.encoders.late_cache import LateCache
 from accel.encoders.packing import Packing, PaddedRows, Sight, padded, reads_positions, unpadded
 from accel.encoders.picture_sizes import PictureSizes
@@ -24,7 +22,7 @@ from accel.encoders.recording import layers_in
 from accel.encoders.stack import HIDDEN_STATES, EncoderLayerForward, EncoderStep
 from accel.encoders.windows import blocks_in
 from accel.errors import Unfit
-from accel.in_flight import CALL
+from accel.in_flight import called_in
 from accel.libraries.attention import ATTENTION, EAGER
 from accel.libraries.cache import cache_field, cache_of
 from accel.libraries.hooks import why_elsewhere
@@ -53,7 +51,7 @@ class EncoderForward(FastForward):
     settings: what `told` gave; kinds: of modules in it. sizes: what its code makes of these alone, or None.
     """
 
-    renewed = ("seen", "reason", "lock", "sees", "biases", "differ")
+    renewed = ("seen", "reason", "lock", "sees", "biases", "differ", "numbers", "versions")
     forgotten = ("seen",)
     root: nn.Module
     inputs: Inputs
@@ -80,6 +78,8 @@ class EncoderForward(FastForward):
     biases: dict[str, tuple[torch.Tensor, torch.Tensor]]  # by path, see `PositionBias.bind`
     longest: float = inf  # of the texts that these are known for
     sees: bool  # whether the caller may see rows of padding
+    numbers: list[torch.Tensor]  # see `LayerGuard`
+    versions: int
     differ: int  # calls to come in which these are taken to differ, as they did, by positions of words
 
     def told(self) -> tuple:
@@ -93,7 +93,7 @@ class EncoderForward(FastForward):
     def renew(self) -> None:
         self.names = tuple(inspect.signature(type(self.module).forward).parameters)[1:]
         self.seen, self.reason, self.sees, self.biases = None, None, True, {}
-        self.lock, self.differ = threading.Lock(), 0
+        self.lock, self.differ, self.numbers, self.versions = threading.Lock(), 0, [], 0
 
     @property
     def sight(self) -> Sight:
@@ -124,7 +124,8 @@ class EncoderForward(FastForward):
             return f"{unknown} is given"
         if mask is None and "position_ids" in given:
             return "positions without a mask, which may be those of several texts in a row"
-        if mask is not None and (type(mask) is not torch.Tensor or mask.dim() != 2 + (self.inputs.mask == SHOWN)):
+        dims = 2 + (self.inputs.mask in (SHOWN, PLACES))
+        if mask is not None and (type(mask) is not torch.Tensor or mask.dim() != dims):
             return "a mask that is not one of tokens, (batch, length)"
         if self.watches and self.makes_cache(named):
             return "a cache, into which somebody looks"
@@ -176,7 +177,7 @@ class EncoderForward(FastForward):
         if (late := self.late(args, kwargs)) is not None:
             return late[1](self.fast(**late[0]))
         named = {name: one for name, one in self.named(args, kwargs).items() if name not in self.unread}
-        mask = named.get(self.inputs.mask)
+        mask = self.inputs.shown(named.get(self.inputs.mask))
         # All layers run at once where something may be padding, and for a graph of all, unless each is looked at.
         together = self.inputs == TEXT or (self.inputs.in_one_row and not self.shows)
         shows = self.asked(HIDDEN_STATES, named)
@@ -282,7 +283,7 @@ class EncoderForward(FastForward):
         shows: the caller is shown all rows.
         """
         mask = mask.flatten(1)
-        hidden = self.unseen or (not (self.sees or shows) and self._inside_root())
+        hidden = self.unseen or (not (self.sees or shows) and called_in(self.root))
         shown, plain = mask.bool(), None
         if hidden and not self.unseen and self.pad is not None:
             hidden = ids is not None and ids.shape == mask.shape and pad_token(self.root) == self.pad
@@ -299,8 +300,12 @@ class EncoderForward(FastForward):
     def ready(self) -> str | None:
         """Binds the layers to the weights where the model has changed. Returns why they no longer fit it."""
         with self.lock:
-            if self.seen is None or not (self.seen.reachable() and self.seen.holds()):
+            versions = sum(map(VERSION, self.numbers))
+            if self.seen is None or not (self.seen.reachable() and self.seen.holds()) or versions != self.versions:
                 self.reason = self._bind()
+                if self.reason is None:
+                    self.numbers = [one for layer in self.layers for one in layer.layer_guard.numbers(layer.module)]
+                self.versions = sum(map(VERSION, self.numbers))
                 self.sees = not self.blind or (not self.unseen and self.watched())
                 # A language model notes at each call how far images move its positions.
                 self.seen = Fingerprint(self.root if self.blind and not self.unseen else self.module)
@@ -339,12 +344,3 @@ class EncoderForward(FastForward):
         """Whether code of the user's inside of the root may see the hidden states."""
         every = [self.root, *self.root.modules()]
         return any(foreign_hooks(one) or replaced_forward(one) or foreign(one) for one in every)
-
-    def _inside_root(self) -> bool:
-        """Whether this is part of a call of the root, by the frames of this thread."""
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None:
-            if frame.f_code is CALL and frame.f_locals.get("self") is self.root:
-                return True
-            frame = frame.f_back
-        return False

@@ -8,12 +8,10 @@ from itertools import product
 from typing import Any, NamedTuple, cast
 
 import torch
-from accel_kernels.attention.math_attention import math_attention
 from torch import nn
 from torch.utils import _pytree as pytree
 
 from accel.errors import reason_of
-from accel.in_flight import listening
 from accel.libraries.code import comes_from
 from accel.libraries.models import is_seq2seq
 from accel.llm.recording.inputs import ROWS, example_ids, few
@@ -21,12 +19,12 @@ from accel.llm.recording.position_table import within_tables
 from accel.llm.recording.record import NotUnderstood
 from accel.llm.recording.recorder import decoder_layers
 from accel.llm.recording.resting import resting
-from accel.patching.fast_forward import as_written
 from accel.patching.structure import placement
 
 INTERPOLATED = "interpolate_pos_encoding"
 SHAPES = "spatial_shapes"
 SHOWN = "patch_attention_mask"  # (batch, height, width), of patches
+PLACES = "pixel_position_ids"  # (batch, patches, 2), of each patch; of padding -1
 GRIDS, SIZES = "grid_thw", "image_sizes"  # of images whose patches all lie in one row: in patches, in pixels
 MERGES = "merge_sizes"  # beside grids: by how many patches each is made smaller behind the layers, which orders them
 TARGETS = "target_sizes"  # in patches, of images that lie side by side
@@ -40,14 +38,19 @@ MOST = 256  # patches of an image of an example: it runs several times, on a CPU
 
 
 class Inputs(NamedTuple):
-    """Names of arguments. main: of what is encoded; mask: of what shows padding, (batch, length) or as `SHOWN`, "" for
-    none; others: of what may be given beside. in_one_row: whether images or sounds of any size are one row of tokens.
+    """Names of arguments. main: of what is encoded; mask: of what shows padding, (batch, length) or as `SHOWN` or
+    `PLACES`, "" for none; others: of what may be given beside. in_one_row: whether images or sounds of any size are one
+    row of tokens.
     """
 
     main: str
     mask: str
     others: frozenset[str]
     in_one_row: bool = False
+
+    def shown(self, mask: torch.Tensor | None) -> torch.Tensor | None:
+        """What an argument of this name shows, (batch, length) or as `SHOWN`."""
+        return (mask != -1).any(-1) if mask is not None and self.mask == PLACES else mask
 
 
 TYPES = "token_type_ids"
@@ -70,7 +73,7 @@ def inputs_of(module: nn.Module) -> Inputs | None:
     if (sound := next((one for one in SOUNDS if one in names), None)) is not None:
         return Inputs(sound, "", frozenset((LENGTHS, "aftercnn_lens", HEARD)), LENGTHS in names)
     sizes = next((one for one in (GRIDS, SIZES, TARGETS) if one in names), None)
-    patches = SHAPES in names or sizes == GRIDS or patch_convolution(module) is not None
+    patches = {SHAPES, PLACES} & names.keys() or sizes == GRIDS or patch_convolution(module) is not None
     main = next((one for one in (IMAGES.main, "hidden_states") if one in names), None)
     if main is None or not patches or getattr(module.config, "is_encoder_decoder", False):
         return None
@@ -78,7 +81,7 @@ def inputs_of(module: nn.Module) -> Inputs | None:
         return Inputs(main, "", frozenset((sizes, MERGES, "use_vit_merger")), True)
     if main != IMAGES.main:
         return None
-    return IMAGES._replace(mask=SHOWN) if SHOWN in names else IMAGES
+    return IMAGES._replace(mask=next((one for one in (SHOWN, PLACES) if one in names), IMAGES.mask))
 
 
 def patch_convolution(model: nn.Module) -> Any:
@@ -191,9 +194,12 @@ def _images(model: Any, inputs: Inputs) -> Iterator[dict[str, Any]]:
         sizes = torch.tensor([[4, 12], [8, 4]], device=device)
         yield {IMAGES.main: random(1, convolution.in_channels, height, 80 * width), TARGETS: sizes}
         return
-    if SHAPES in names:
+    if SHAPES in names or PLACES in names:
         patches: Any = next((one for one in model.modules() if hasattr(one, "in_features")), None)
-        if patches is not None:
+        if PLACES in names and patches is not None:  # of as many as windows of 2 and of 3 a side fill
+            grid = torch.cartesian_prod(torch.arange(6, device=device), torch.arange(12, device=device))
+            yield {IMAGES.main: random(ROWS, 72, patches.in_features), PLACES: torch.stack([grid, grid.flip(1)])}
+        elif patches is not None:
             sizes = torch.tensor([[2, 3], [3, 2]], device=device)
             shown = torch.ones(ROWS, 6, dtype=torch.int64, device=device)
             yield {IMAGES.main: random(ROWS, 6, patches.in_features), SHAPES: sizes, IMAGES.mask: shown}
@@ -304,7 +310,7 @@ def tensors_of(output: Any) -> dict[str, torch.Tensor]:
 
 def random_mask(inputs: Inputs, example: dict[str, Any], left: bool = False) -> torch.Tensor:
     """(B, L), for (B, L, ...), without the last tokens of all rows but the first, or the first ones. Of patches (B,
-    height, width), without the last column, or the last row.
+    height, width), without the last column, or the last row. Of `PLACES` these, with padding.
     """
     like = example.get(inputs.mask, example[inputs.main])
     if inputs.mask == SHOWN:
@@ -313,34 +319,5 @@ def random_mask(inputs: Inputs, example: dict[str, Any], left: bool = False) -> 
         return shown
     shown = torch.ones(like.shape[:2], dtype=torch.int64, device=like.device)
     shown[1:, : like.shape[1] // 2] = 0
-    return shown if left else shown.flip(1)
-
-
-def ignores_padding(root: nn.Module, model: Any, inputs: Inputs, example: dict[str, Any]) -> bool:
-    """Whether what the root gives of padded inputs is the same to the bit whatever the encoder gives in rows of padding
-    behind them.
-    """
-    given = example | {inputs.mask: random_mask(inputs, example)}
-    hidden = given[inputs.mask].bool().logical_not().flatten(1)
-    generator = torch.Generator().manual_seed(0)
-
-    def other(module: nn.Module, args: Any, output: Any) -> Any:
-        tensors = ((name, one) for name, one in output.items() if isinstance(one, torch.Tensor))
-        if not (found := {name: one for name, one in tensors if one.shape[:2] == hidden.shape}):
-            raise NotUnderstood("rows within rows")
-        for name, one in found.items():
-            noise = torch.randn(one.shape, generator=generator, device="cpu").to(one)
-            output[name] = torch.where(hidden[..., None], noise, one)
-        return output
-
-    for call in (given, {name: one[:, None] for name, one in given.items()}):  # the latter for one of several choices
-        try:
-            with resting(root), math_attention(), as_written(), within_tables():
-                plain = tensors_of(type(root).forward(root, **call))
-                with listening([(model, other)]):
-                    changed = [tensors_of(type(root).forward(root, **call)) for _ in range(2)]
-        except Exception as error:  # a head that takes other inputs
-            reason_of(error)
-        else:
-            return bool(plain) and all(torch.equal(one, now[name]) for now in changed for name, one in plain.items())
-    return False
+    shown = shown if left else shown.flip(1)
+    return like.masked_fill(shown[..., None] == 0, -1) if inputs.mask == PLACES else shown

@@ -4,11 +4,19 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from accel_kernels.attention.math_attention import math_attention
 from accel_kernels.attention.packed.packed_rows import ALL, NONE, PackedRows, packed_rows
 from accel_kernels.sizes import power_of_two
 from accel_kernels.warmup import warming_up
+from torch import nn
 
-from accel.errors import Unfit
+from accel.encoders.inputs import Inputs, random_mask, tensors_of
+from accel.errors import Unfit, reason_of
+from accel.in_flight import listening
+from accel.llm.recording.position_table import within_tables
+from accel.llm.recording.record import NotUnderstood
+from accel.llm.recording.resting import resting
+from accel.patching.fast_forward import as_written
 
 EMPTY = "a sequence that is all padding"
 SIXTEEN = 16  # steps between two powers of two, and the least step
@@ -200,3 +208,40 @@ def bucket(tokens: int) -> int:
     """As many tokens or a few more: one of sixteen numbers between two powers of two."""
     step = max(SIXTEEN, (1 << tokens.bit_length()) // (2 * SIXTEEN))
     return -(-tokens // step) * step
+
+
+def ignores_padding(root: nn.Module, part: nn.Module, inputs: Inputs, example: dict[str, Any]) -> bool:
+    """Whether what the root gives of padded inputs is the same to the bit whatever a part of it, an encoder or the last
+    of its layers, gives in rows of padding behind them.
+    """
+    given = example | {inputs.mask: random_mask(inputs, example)}
+    shown = inputs.shown(given[inputs.mask])
+    assert shown is not None
+    hidden = shown.bool().logical_not().flatten(1)
+    generator = torch.Generator().manual_seed(0)
+
+    def changed_in(one: torch.Tensor) -> torch.Tensor:
+        noise = torch.randn(one.shape, generator=generator, device="cpu").to(one)
+        return torch.where(hidden[..., None], noise, one)
+
+    def other(module: nn.Module, args: Any, output: Any) -> Any:
+        if isinstance(output, torch.Tensor):
+            return changed_in(output)
+        tensors = ((name, one) for name, one in output.items() if isinstance(one, torch.Tensor))
+        if not (found := {name: one for name, one in tensors if one.shape[:2] == hidden.shape}):
+            raise NotUnderstood("rows within rows")
+        for name, one in found.items():
+            output[name] = changed_in(one)
+        return output
+
+    for call in (given, {name: one[:, None] for name, one in given.items()}):  # the latter for one of several choices
+        try:
+            with resting(root), math_attention(), as_written(), within_tables():
+                plain = tensors_of(type(root).forward(root, **call))
+                with listening([(part, other)]):
+                    changed = [tensors_of(type(root).forward(root, **call)) for _ in range(2)]
+        except Exception as error:  # a head that takes other inputs
+            reason_of(error)
+        else:
+            return bool(plain) and all(torch.equal(one, now[name]) for now in changed for name, one in plain.items())
+    return False

@@ -13,11 +13,13 @@ from accel_kernels.attention.math_attention import math_attention
 from torch import nn
 
 from accel.encoders.bidirectional_attention import OWN_MASK, BidirectionalSpec, EncoderRecord
+from accel.encoders.inputs import PLACES
 from accel.encoders.own_code import OwnCode
 from accel.encoders.position_bias import SeenBias, learned, listening_to_biases, long_text
 from accel.encoders.windows import Moved, added_by, one_window
 from accel.errors import reason_of
 from accel.in_flight import listening
+from accel.llm.parts.linear import only_linear
 from accel.llm.recording.implementation import foreign_attention
 from accel.llm.recording.record import Attended, LayerRecord, NotUnderstood, Record, Stored, Value
 from accel.llm.recording.recorder import NAME, Recorder, decoder_layers
@@ -48,6 +50,7 @@ class EncoderRecorder(Recorder):
         self.stops: set[int] = set()
         self.flat, self.made = False, None
         self.pairs: list[tuple] = []
+        self.linears: dict[nn.Module, nn.Module] = {}
         me = weakref.proxy(self)  # else both would keep the weights of layers until they are collected
         self.own = OwnCode(lambda: me.open[-1].module if me.open and not me.looking else None)
 
@@ -69,6 +72,18 @@ class EncoderRecorder(Recorder):
         shape = self.open[0].input.held.shape[:2] if self.open and self.open[0].taken is not None else ()
         turned = tensor.dim() == 3 and tensor.shape[:2] == shape[::-1] != shape
         return Value(tensor.transpose(0, 1) if turned else tensor)
+
+    def heard(self, layer: nn.Module) -> Iterator[nn.Module]:
+        """What is no more than a linear is noted as this."""
+        found = {one: linear for one in layer.modules() if (linear := only_linear(one)) is not None}
+        self.linears |= found
+        inside = {part for linear in found.values() for part in linear.modules()}
+        return (one for one in super().heard(layer) if one not in inside)
+
+    def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        super()._enter(module, args, kwargs)
+        if not self.looking:
+            self.open[-1].module = self.linears.get(module, module)
 
     @contextmanager
     def attached(self, model: nn.Module) -> Iterator[None]:
@@ -151,7 +166,7 @@ def understand_encoder(model: Any, call: dict[str, Any]) -> tuple[str, dict[str,
         raise NotUnderstood("in float16 its layers clamp what overflows")
     kinds: dict = {}
     seen = EncoderRecord([LayerRecord(layer, path, kinds) for path, layer in layers_in(model, stack).items()])
-    seen.padded = "input_ids" in call or any("mask" in name for name in call)
+    seen.padded = any(name in ("input_ids", PLACES) or "mask" in name for name in call)
     recorder = EncoderRecorder(seen)
     try:
         inside = {one for layer in seen.layers for one in layer.layer.modules()}

@@ -19,10 +19,10 @@ from accel.encoders.bidirectional_attention import BidirectionalSpec
 from accel.encoders.encoder import EncoderForward
 from accel.encoders.inputs import (
     HEARD,
+    PLACES,
     SOUNDS,
     TEXT,
     Inputs,
-    ignores_padding,
     inputs_of,
     masked_sound,
     pad_token,
@@ -34,6 +34,7 @@ from accel.encoders.inputs import (
 )
 from accel.encoders.own_attention import ALONE, OwnAttention, OwnCodeForward, own_attentions
 from accel.encoders.own_code import hides_all_from_some
+from accel.encoders.packing import ignores_padding
 from accel.encoders.picture_sizes import picture_sizes
 from accel.encoders.position_bias import PositionBiasForward, long_text
 from accel.encoders.recording import understand_encoder, understand_windows
@@ -88,7 +89,8 @@ def match_encoder(site: Site, context: Context, root: nn.Module) -> Match | Skip
             for path, spec in specs.items()
         ]
         calls = context.of(SmallCalls)
-        held = {"root": root, "inputs": inputs, "stack": stack, "layers": fused, "order": order, "steps": steps}
+        around = model if inputs.mask == PLACES else root  # which leaves out what it gives of padding, or not
+        held = {"root": around, "inputs": inputs, "stack": stack, "layers": fused, "order": order, "steps": steps}
         held |= {
             "kinds": frozenset(map(type, model.modules())),
             "implementation": getattr(model.config, ATTENTION, None),
@@ -119,8 +121,9 @@ def match_encoder(site: Site, context: Context, root: nn.Module) -> Match | Skip
     except NotUnderstood as reason:
         return _own_code(site, context, inputs, str(reason))
     zeros = context.options.padding == "zeros" and not inner  # whose convolutions mix rows
-    outside = root is not model and masked and inputs.main not in SOUNDS
-    forward.blind = zeros or (outside and ignores_padding(root, model, inputs, example))
+    outside = (root is not model or inputs.mask == PLACES) and masked and inputs.main not in SOUNDS
+    part = fused[-1].module if inputs.mask == PLACES else model
+    forward.blind = zeros or (outside and ignores_padding(forward.root, part, inputs, example))
     if outside and not forward.blind and inputs == TEXT and (pad := pad_token(root)) is not None:
         words, shown = example[TEXT.main], random_mask(inputs, example).bool()
         words = torch.where(words == pad, (words + 1) % (int(words.max()) + 1), words).masked_fill(~shown, pad)

@@ -209,6 +209,11 @@ class LayerGuard:
         self.records = {name: record for name, record in self.records.items() if name in other.records}
         self.answered |= other.answered
 
+    def numbers(self, layer: nn.Module) -> list[torch.Tensor]:
+        """Buffers of one number each, by which it goes: they may change in place."""
+        held = (one for name in self.records for one in layer.get_submodule(name)._buffers.values())
+        return [one for one in held if one is not None and not (one.dim() or one.is_inference())]
+
     def changed(self, layer: nn.Module) -> str | None:
         """What is another now."""
         modules = dict(layer.named_modules())
@@ -297,8 +302,10 @@ def _record_with_buffers(module: nn.Module) -> PartRecord:
 
 def _content(buffer: torch.Tensor) -> tuple:
     """Equal for equal content. Empty for tables of floats, which are read in place, and weights in fewer bits."""
-    if buffer.is_meta or buffer.is_floating_point() or buffer.dtype in (torch.int8, torch.uint8):
+    if buffer.is_meta or (buffer.is_floating_point() and buffer.dim()) or buffer.dtype in (torch.int8, torch.uint8):
         return ()
+    if buffer.is_floating_point():  # such as a bound
+        return (repr(buffer.item()),)
     return tuple(buffer.shape), hashlib.sha1(buffer.detach().cpu().contiguous().numpy().tobytes()).digest()
 
 

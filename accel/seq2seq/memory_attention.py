@@ -12,7 +12,7 @@ from accel_kernels.attention.paged.kv import KV, LENGTH
 from accel_kernels.op import dtype_reason
 from torch import nn
 
-from accel.encoders.bidirectional_attention import PLAIN, BidirectionalSpec, scale_of
+from accel.encoders.bidirectional_attention import PLAIN, BidirectionalSpec, scale_of, self_formulas
 from accel.encoders.position_bias import PositionBias
 from accel.llm.attention.softmax_attention import BoundSoftmaxAttention, Formula, Parts, normed
 from accel.llm.parts.part import BoundProjections, NormedInput
@@ -117,7 +117,7 @@ class MemorySpec(BidirectionalSpec):
 
     @classmethod
     def formulas(cls, layer: LayerRecord, calls: list[Call], fields: dict) -> Iterator[Formula]:
-        return chain(super().formulas(layer, calls, fields), _of_queries(layer, calls, fields))
+        return chain(self_formulas(layer, calls, fields), _of_queries(layer, calls, fields))
 
     def bind(self, kernels: Kernels, layer: nn.Module, stack: bool) -> "BoundMemoryAttention":
         return BoundMemoryAttention(kernels, layer, self, stack)

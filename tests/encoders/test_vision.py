@@ -11,6 +11,7 @@ import accel
 from accel.comparison import relative_rms
 from accel.encoders.packing import blocks_of
 from accel.fusion.patch_embedding import is_patch_embedding
+from support.everything import always
 from support.objects.encoders import assert_same_tensors, fallbacks, random_pair
 from support.state import assert_same_state, snapshot
 
@@ -65,6 +66,14 @@ def shown(batch=3):
     return images(batch) | {"patch_attention_mask": mask}
 
 
+def placed(*sizes):
+    """Pictures of these widths and heights in patches."""
+    places = [torch.cartesian_prod(torch.arange(height), torch.arange(width)).flip(1) for width, height in sizes]
+    padded = torch.nn.utils.rnn.pad_sequence(places, batch_first=True, padding_value=-1)
+    pixels = torch.rand(len(sizes), padded.shape[1], 48, generator=torch.Generator().manual_seed(1))
+    return {"pixel_values": pixels, "pixel_position_ids": padded}
+
+
 def pairs(given):
     return {"input_ids": torch.randint(2, 64, (3, 16), generator=torch.Generator().manual_seed(2)), **given}
 
@@ -79,6 +88,19 @@ QWEN3 = QWEN | {"out_hidden_size": 24, "num_position_embeddings": 16, "deepstack
 QWEN3 |= {"spatial_merge_size": 2}
 QWEN2 = {"depth": 2, "num_heads": 4, "patch_size": 4, "embed_dim": 32, "hidden_size": 24, "mlp_ratio": 2}
 SEVERAL = [grids((1, 6, 10), (2, 4, 2), (1, 2, 8)), grids((1, 4, 4)), grids((1, 2, 2), (1, 4, 6))]
+
+
+PLACED = [placed((6, 6), (3, 6), (9, 3)), placed((6, 3)) | {"output_hidden_states": True}]
+GEMMA4 = {name: one for name, one in VIT.items() if name != "image_size"}
+GEMMA4 |= {"head_dim": 8, "num_key_value_heads": 2, "position_embedding_size": 16, "use_clipped_linears": True}
+
+
+def gemma4(bound=None):
+    """Whose linears clamp what they are given and what they give to at most the bound."""
+    model = of("gemma4", "Gemma4VisionModel", t.Gemma4VisionConfig, GEMMA4)()
+    for one in (one for name, one in model.named_buffers() if bound and name.endswith("_max")):
+        one.fill_(bound)
+    return model
 
 
 def of(folder, name, config, sizes):
@@ -165,6 +187,8 @@ MODELS = {
         [merged((1, 6, 10), (2, 3, 2), (1, 2, 8)), merged((1, 4, 4))],
         "",
     ),
+    "gemma4": (gemma4, PLACED, ""),
+    "gemma4-bounded": (lambda: gemma4(0.5), PLACED, ""),
     "mlcd": (lambda: t.MLCDVisionModel(t.MLCDVisionConfig(**VIT)), [images(), images(1)], ""),
     "pixtral": (
         lambda: t.PixtralVisionModel(t.PixtralVisionConfig(**VIT)),
@@ -195,7 +219,7 @@ def made(name):
     return random_pair(MODELS[name][0])
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", always(MODELS, "gemma4", "gemma4-bounded"))
 def test_an_encoder_gives_what_stock_gives(name):
     model, stock = made(name)
     rows = {(path, rule): status for path, rule, status, _ in accel.report(accel.optimize(model)).sites}
@@ -248,6 +272,16 @@ def test_a_layer_scale_that_is_one_is_followed(name, scale):
         one.mul_(torch.linspace(0, 2, 32))
     assert_same_tensors(model, stock, images())
     assert not fallbacks(model)
+
+
+def test_a_bound_that_is_finite_later_is_kept():
+    model, stock = made("gemma4")
+    accel.optimize(model)
+    for value in (float("inf"), 0.3, float("inf")):
+        for one in (model, stock):
+            one.encoder.layers[0].mlp.up_proj.input_max.fill_(value)
+        assert_same_tensors(model, stock, PLACED[0])
+    assert fallbacks(model) == ["encoder.layers.0: mlp.up_proj.input_max was changed after accel.optimize"]
 
 
 def test_own_code_runs_around_attention_where_layer_scales_cannot_be_told_apart():

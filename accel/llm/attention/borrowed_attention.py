@@ -39,7 +39,7 @@ class NormedValuesSpec(SoftmaxSpec):
         if stored is None or stored.values.shape != stored.keys.shape:
             return None
         options, window, now = told(layer, record)
-        for v_norm, before in _value_norms(layer, calls, stored.values.transpose(1, 2)):
+        for v_norm, before in value_norms(layer, calls, stored.values.transpose(1, 2)):
             plain = replace(layer, stored=stored._replace(values=before.transpose(1, 2)))
             formulas = formulas_of(plain, calls, options, now, partial(_normed_parts, stored.values, v_norm))
             if (fit := cls.first_fit(layer, calls, formulas, window)) is not None:
@@ -50,9 +50,7 @@ class NormedValuesSpec(SoftmaxSpec):
         return BoundNormedValues(kernels, layer, self, stack)
 
 
-def _value_norms(
-    layer: LayerRecord, calls: list[Call], values: torch.Tensor
-) -> Iterator[tuple[HeadNorm, torch.Tensor]]:
+def value_norms(layer: LayerRecord, calls: list[Call], values: torch.Tensor) -> Iterator[tuple[HeadNorm, torch.Tensor]]:
     """The norms that gave these values, (rows, tokens, heads, D), and what they were given, likewise."""
     for call in (call for call in calls if call.alone and call.made is not None):
         if call.input.held.shape != call.output.held.shape or call.output.held.dim() != 4:

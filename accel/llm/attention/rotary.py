@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from accel_kernels import KV, Norm, paged_attention
+from accel_kernels.attention.paged.paged_attention import rotated
 from torch import nn
 
 from accel.comparison import agree, named_factor
@@ -35,7 +36,10 @@ class SmallStore:
 
 
 HALF, EVEN, WHOLE = "first half", "even channels", "all"  # where a table of cosines holds one of each pair's
+TWICE = "first half of each half"  # of channels whose halves turn by themselves, by two positions
 FORMS = ((HALF, False), (EVEN, True), (HALF, True), (EVEN, False), (WHOLE, False), (WHOLE, True))
+FORMS_OF_ENCODERS = (*FORMS, (TWICE, False))
+Forms = tuple[tuple[str, bool], ...]
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,11 @@ class Rotary:
     sine_first: bool = False
     backward: bool = False
     maker: tuple | None = None
+
+    @property
+    def parts(self) -> int:
+        """How many parts of a head turn by themselves, see `accel_kernels.rotated_heads`."""
+        return 2 if self.form == TWICE else 1
 
     @property
     def table(self) -> bool:
@@ -79,6 +88,8 @@ class Rotary:
             halves, pairs = table.unflatten(-1, (2, -1)), table.unflatten(-1, (-1, 2))
             alike |= {HALF} if torch.equal(halves[..., 0, :], halves[..., 1, :]) else set()
             alike |= {EVEN} if torch.equal(pairs[..., 0], pairs[..., 1]) else set()
+            if table.shape[-1] % 4 == 0:
+                alike |= {TWICE} if torch.equal(*halves.unflatten(-1, (2, -1)).unbind(-2)) else set()
         return self.form in (alike or {WHOLE})
 
     def source(self, kwargs: dict, attention: nn.Module) -> object:
@@ -104,24 +115,25 @@ class Rotary:
     def _one_a_pair(self, table: torch.Tensor) -> torch.Tensor:
         if self.form == HALF:
             return table[..., : table.shape[-1] // 2]
+        if self.form == TWICE:
+            return table.unflatten(-1, (2, 2, -1))[..., 0, :].flatten(-2)
         return table[..., ::2] if self.form == EVEN else table
 
 
-def rotaries(layer: LayerRecord, k: torch.Tensor, keys: torch.Tensor) -> Iterator[Rotary | None]:
+def rotaries(layer: LayerRecord, k: torch.Tensor, keys: torch.Tensor, forms: Forms = FORMS) -> Iterator[Rotary | None]:
     """The rotations, None among them, that turn k, (rows, tokens, heads, D), into the stored keys."""
     if agree(k, keys.transpose(1, 2)):
         yield None
     kwargs = layer.call.named
-    for rotary in (one for one in rotary_candidates(layer) if one.fits(kwargs, layer.attention)):
+    for rotary in (one for one in rotary_candidates(layer, forms) if one.fits(kwargs, layer.attention)):
         cos, sin = rotary.angles(kwargs, layer.attention, k.shape[1])
         if 0 < 2 * cos.shape[-1] <= k.shape[-1]:
-            store = SmallStore(k)
-            store(k, k, k, 1.0, cos=cos.to(k.dtype), sin=sin.to(k.dtype), interleaved=rotary.interleaved)
-            if agree(store.keys, keys.transpose(1, 2)):
+            turned = rotated(k, cos.to(k.dtype), sin.to(k.dtype), rotary.interleaved, rotary.parts)
+            if agree(turned, keys.transpose(1, 2)):
                 yield rotary
 
 
-def rotary_candidates(layer: LayerRecord) -> list[Rotary]:
+def rotary_candidates(layer: LayerRecord, forms: Forms = FORMS) -> list[Rotary]:
     """All ways to read what the layer was handed as a table of angles."""
     kwargs = layer.call.named
     named = [(name, None) for name, value in kwargs.items() if _tables(value)]
@@ -130,7 +142,7 @@ def rotary_candidates(layer: LayerRecord) -> list[Rotary]:
         Rotary(name, maker is None, form, interleaved, sine_first, backward, maker)
         for sine_first, backward in product((False, True), (False, True))
         for name, maker in (*named, *(_maker(*one) for one in made))
-        for form, interleaved in FORMS
+        for form, interleaved in forms
     ]
     if isinstance(kwargs.get("position_ids"), torch.Tensor):
         candidates += [
@@ -183,18 +195,20 @@ class Turning:
         return _stored(self.q, self.arguments | {"k_norm": norm})
 
 
-def turnings(layer: LayerRecord, calls: list[Call], q: torch.Tensor, k: torch.Tensor) -> Iterator[Turning]:
+def turnings(
+    layer: LayerRecord, calls: list[Call], q: torch.Tensor, k: torch.Tensor, forms: Forms = FORMS
+) -> Iterator[Turning]:
     """Of what projections give, q and k, (rows, tokens, heads, D)."""
     keys = layer.cached.keys
     for k_norm, normed_k in head_norm(layer, calls, k):
-        for key_scale, rotary in _scaled(layer, normed_k):
+        for key_scale, rotary in _scaled(layer, normed_k, forms):
             for q_norm, normed_q in head_norm(layer, calls, q):
                 fields = _fields(rotary, q_norm, k_norm, key_scale)
                 yield Turning(fields, normed_q, normed_k * key_scale, _angles(layer, rotary, q))
     for k_call, layout in _norms(calls, keys.transpose(1, 2), made=True):
         k_norm, k_formula = _fused(layer, k_call, layout)
-        rotated = given_back(k_call.input.held, layout, k.shape[-1])
-        for rotary in rotaries(layer, k, rotated.transpose(1, 2)) if k_formula is not None else ():
+        turned = given_back(k_call.input.held, layout, k.shape[-1])
+        for rotary in rotaries(layer, k, turned.transpose(1, 2)) if k_formula is not None else ():
             angles = _angles(layer, rotary, q)
             for q_call, q_layout in _norms(calls, _stored(q, angles), made=False):
                 q_norm, q_formula = _fused(layer, q_call, q_layout)
@@ -203,12 +217,12 @@ def turnings(layer: LayerRecord, calls: list[Call], q: torch.Tensor, k: torch.Te
                     yield Turning(_fields(rotary, q_norm, k_norm, 1.0, after=True), q, k, angles | norms)
 
 
-def _scaled(layer: LayerRecord, k: torch.Tensor) -> Iterator[tuple[float, Rotary | None]]:
+def _scaled(layer: LayerRecord, k: torch.Tensor, forms: Forms) -> Iterator[tuple[float, Rotary | None]]:
     """By what keys are multiplied, and how they are rotated, to be those that are stored."""
     keys = layer.cached.keys
     length = float(keys.double().norm() / k.double().norm().clamp_min(1e-30))  # which no rotation changes
     for number in dict.fromkeys((1.0, named_factor(length, keys.dtype, (layer.attention, layer.layer)) or 1.0)):
-        for rotary in rotaries(layer, k * number, keys):
+        for rotary in rotaries(layer, k * number, keys, forms):
             yield number, rotary
 
 
@@ -222,10 +236,13 @@ def _angles(layer: LayerRecord, rotary: Rotary | None, q: torch.Tensor) -> dict[
     if rotary is None:
         return {}
     cos, sin = (t.to(q.dtype) for t in rotary.angles(layer.call.named, layer.attention, q.shape[1]))
-    return {"cos": cos, "sin": sin, "interleaved": rotary.interleaved}
+    more = {"parts": rotary.parts} if rotary.parts > 1 else {}
+    return {"cos": cos, "sin": sin, "interleaved": rotary.interleaved, **more}
 
 
 def _stored(t: torch.Tensor, arguments: dict[str, Any]) -> torch.Tensor:
+    if "parts" in arguments:  # which no store knows
+        return rotated(t, arguments["cos"], arguments["sin"], False, arguments["parts"])
     store = SmallStore(t)
     store(t, t, t, 1.0, **arguments)
     return store.keys

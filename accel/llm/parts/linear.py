@@ -1,5 +1,6 @@
 """The weights of a linear layer for a fused product, or None where the module must be called."""
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ from torch import nn
 from transformers import Conv1D
 
 from accel.fusion.norm_kind import random_twin, stock_output
+from accel.libraries.adapters import base
 from accel.parallel.ranks import Ranks
 from accel.parallel.sharded_layers import INPUTS, divided, local, sharding
 from accel.patching.fast_forward import Kernels
@@ -159,6 +161,27 @@ def weights(module: nn.Module) -> Weights | None:
 def holds_transposed(module: nn.Module) -> bool:
     """Whether a linear holds its weight (in, out)."""
     return type(module) is Conv1D
+
+
+def only_linear(module: nn.Module) -> nn.Module | None:
+    """The linear inside of a module that computes no more than this, as where it clamps to bounds that are infinite."""
+    inside, bounds = list(module.children()), [one for one in module._buffers.values() if one is not None]
+    if len(inside) != 1 or not isinstance(base(inside[0]), nn.Linear | QuantizedLinear) or trains(module):
+        return None
+    if any(one is not None for one in module._parameters.values()) or tampered(module) is not None:
+        return None
+    if any(one.dim() or not one.is_floating_point() or one.is_meta or one.is_inference() for one in bounds):
+        return None  # else whether they change is not known
+    if not all(bool(one.isinf()) for one in bounds):
+        return None
+    g = torch.Generator().manual_seed(0)
+    twin, linear = copy.copy(module), random_twin(nn.Linear(5, 3, device="meta"), g)
+    vars(twin)["_modules"] = dict.fromkeys(module._modules, linear)
+    vars(twin)["_buffers"] = {name: one if one is None else one.float().cpu() for name, one in module._buffers.items()}
+    x = torch.randn(4, 5, generator=g, device="cpu", dtype=torch.float32)
+    x *= x.new_tensor([1e-9, 1.0, 1e3, 1e30])[:, None]
+    got, wanted = (stock_output(one, x) for one in (twin, linear))
+    return inside[0] if isinstance(got, torch.Tensor) and torch.equal(got, wanted) else None
 
 
 def _multiplies(module: nn.Module) -> bool:

@@ -175,7 +175,7 @@ class Recorder:
                     held["forward"] = StockHere(record.layer, held["forward"])
                     bring = Here(partial(self._bring, device))
                     undo.callback(record.layer.register_forward_pre_hook(bring, with_kwargs=True).remove)
-                for module in outer_modules(record.layer, LINEARS):
+                for module in self.heard(record.layer):
                     handle = module.register_forward_pre_hook(Here(self._enter), with_kwargs=True)
                     undo.callback(handle.remove)
                     handle = module.register_forward_hook(Here(self._leave), with_kwargs=True)
@@ -186,6 +186,10 @@ class Recorder:
             undo.enter_context(lent_attention(self.name, self._attend, self._mask))
             undo.enter_context(lent_configs(model, lambda _: self.name))
             yield
+
+    def heard(self, layer: nn.Module) -> Iterator[nn.Module]:
+        """The modules whose calls are noted."""
+        return outer_modules(layer, LINEARS)
 
     def _bring(self, device: torch.device, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         """Does what accelerate's hook does, in its place: what is noted of a layer, and masks, are on its device."""

@@ -16,14 +16,15 @@ MOST_NUMBERS = 2048  # to a program
 def rotated_heads_kernel(
     q_ptr, k_ptr, q_out_ptr, k_out_ptr, cos_ptr, sin_ptr, q_norm, k_norm, q_step, k_step, angle_step, angle_rise,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, Q_HEAD: tl.constexpr, K_HEAD: tl.constexpr, DIM: tl.constexpr,
-    PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
+    PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr, PARTS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     d_idx = tl.arange(0, BLOCK_D)
     d_mask = d_idx < DIM
-    mate, sign, pair = mates(d_idx, PAIRS, INTERLEAVED)
+    mate, sign, pair = mates(d_idx, PAIRS, INTERLEAVED, PARTS)
     h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -40,7 +41,7 @@ def rotated_heads_kernel(
     tl.store(k_out_ptr + place, k.to(k_out_ptr.dtype.element_ty), mask=mask)
 
 
-def rotated_heads(q, k, cos, sin, *, interleaved=False, q_norm=None, k_norm=None):
+def rotated_heads(q, k, cos, sin, *, interleaved=False, parts=1, q_norm=None, k_norm=None):
     """Same arguments and result as the reference; see `supports`."""
     (tokens, heads, dim), kv_heads = q.shape, k.shape[1]
     out = [torch.empty(t.shape, device=t.device, dtype=t.dtype) for t in (q, k)]
@@ -51,6 +52,6 @@ def rotated_heads(q, k, cos, sin, *, interleaved=False, q_norm=None, k_norm=None
         rotated_heads_kernel, (tokens, cdiv(most, block_h)),
         q, k, *out, cos, sin, *norms_of_heads(q_norm, k_norm, False, None), q.stride(0), k.stride(0), *cos.stride(),
         HEADS=heads, KV_HEADS=kv_heads, Q_HEAD=q.stride(1), K_HEAD=k.stride(1), DIM=dim, PAIRS=cos.shape[-1],
-        INTERLEAVED=interleaved, BLOCK_H=block_h, BLOCK_D=block_d, num_warps=4, **programmatic(q.device),
+        INTERLEAVED=interleaved, PARTS=parts, BLOCK_H=block_h, BLOCK_D=block_d, num_warps=4, **programmatic(q.device),
     )  # fmt: skip
     return tuple(out)

@@ -148,15 +148,17 @@ def _attention(q, keys, values, seen, scale, softcap, sinks, slopes, bias):
     return out.transpose(1, 2).reshape(rows, new, -1).to(q.dtype)
 
 
-def rotated(t: torch.Tensor, cos, sin, interleaved: bool) -> torch.Tensor:
-    """(rows, new, heads, D), of which the first channels turn, as `paged_attention` says; rounded once."""
+def rotated(t: torch.Tensor, cos, sin, interleaved: bool, parts: int = 1) -> torch.Tensor:
+    """(rows, new, heads, D), of which the first channels turn, as `rotated_heads` says; rounded once."""
     wide = torch.float64 if t.dtype == torch.float64 else torch.float32
     cos, sin = (a.to(wide).unsqueeze(2) for a in (cos, sin))
     half = cos.shape[-1]
     turns, rest = t[..., : 2 * half].to(wide), t[..., 2 * half :]
+    if not interleaved:
+        turns, cos, sin = (a.unflatten(-1, (parts, a.shape[-1] // parts)) for a in (turns, cos, sin))
     first, second = (turns[..., ::2], turns[..., 1::2]) if interleaved else turns.chunk(2, dim=-1)
     pair = (first * cos - second * sin, second * cos + first * sin)
-    rotated = torch.stack(pair, dim=-1).flatten(-2) if interleaved else torch.cat(pair, dim=-1)
+    rotated = torch.stack(pair, dim=-1).flatten(-2) if interleaved else torch.cat(pair, dim=-1).flatten(-2)
     rotated = rotated.to(t.dtype)
     return torch.cat((rotated, rest), dim=-1) if rest.shape[-1] else rotated
 

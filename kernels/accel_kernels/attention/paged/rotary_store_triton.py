@@ -137,19 +137,22 @@ def put(
 
 
 @triton.jit
-def mates(d_idx, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """The mate and sign of each channel, and its pair. The first 2 PAIRS channels turn together with their mates:
-    first * cos - second * sin, second * cos + first * sin.
+def mates(d_idx, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr, PARTS: tl.constexpr = 1):
+    """The mate and sign of each channel, and its pair. The first 2 PAIRS channels turn together with their mates, which
+    are in the same of PARTS: first * cos - second * sin, second * cos + first * sin.
     """
-    HALF: tl.constexpr = PAIRS if PAIRS > 0 else 1
+    HALF: tl.constexpr = PAIRS // PARTS if PAIRS > 0 else 1
     if INTERLEAVED:
         pair, odd = d_idx // 2, d_idx % 2
         mate = d_idx + 1 - 2 * odd
         sign = tl.where(odd == 0, -1.0, 1.0)
     else:
-        pair = d_idx % HALF
-        mate = tl.where(d_idx < HALF, d_idx + HALF, d_idx - HALF)
-        sign = tl.where(d_idx < HALF, -1.0, 1.0)
+        inside, pair = d_idx, d_idx % HALF
+        if PARTS > 1:
+            inside = d_idx % (2 * HALF)
+            pair += d_idx // (2 * HALF) * HALF
+        mate = tl.where(inside < HALF, d_idx + HALF, d_idx - HALF)
+        sign = tl.where(inside < HALF, -1.0, 1.0)
     return tl.where(d_idx < 2 * PAIRS, mate, d_idx), sign, pair
 
 
