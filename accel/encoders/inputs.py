@@ -181,10 +181,12 @@ def _images(model: Any, inputs: Inputs) -> Iterator[dict[str, Any]]:
         return torch.randn(shape, generator=generator, device="cpu").to(device, dtype)
 
     if GRIDS in names:  # the first as wide as several windows, then frames of a video where it takes such
-        patch: Any = next(one for one in model.modules() if type(one) in (nn.Linear, nn.Conv2d, nn.Conv3d))
-        shape, grids = patch.weight.shape[1:], ([2, 4, 8], [1, 4, 16])
+        first = next(one for one in model.modules() if type(one) in (nn.Linear, nn.Conv2d, nn.Conv3d))
+        convolution, grids = patch_convolution(model), ([2, 4, 8], [1, 4, 16])
+        shapes = dict.fromkeys(one.weight.shape[1:] for one in (first, convolution) if one is not None)
         more: dict[str, Any] = {MERGES: torch.tensor([2, 1], device=device)} if MERGES in names else {}
-        for form, other in product(((144, shape.numel()), (144, *shape), (1, 144, *shape)), grids):
+        forms = [form for one in shapes for form in ((144, one.numel()), (144, *one), (1, 144, *one))]
+        for form, other in product(forms, grids):
             yield {inputs.main: random(*form), GRIDS: torch.tensor([[1, 4, 20], other], device=device), **more}
         return
 

@@ -70,6 +70,8 @@ class EncoderRecorder(Recorder):
         if self.flat:
             return Value(tensor[None])
         shape = self.open[0].input.held.shape[:2] if self.open and self.open[0].taken is not None else ()
+        if tensor.dim() == 2 and shape == (1, len(tensor)):  # its attention alone is given tokens without rows
+            return Value(tensor[None])
         turned = tensor.dim() == 3 and tensor.shape[:2] == shape[::-1] != shape
         return Value(tensor.transpose(0, 1) if turned else tensor)
 

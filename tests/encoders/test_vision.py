@@ -13,6 +13,7 @@ from accel.encoders.packing import blocks_of
 from accel.fusion.patch_embedding import is_patch_embedding
 from support.everything import always
 from support.objects.encoders import assert_same_tensors, fallbacks, random_pair
+from support.objects.pictures import grids, images, merged, patches, placed, renamed, shown, sized
 from support.state import assert_same_state, snapshot
 
 DINO2 = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 16, "patch_size": 4}
@@ -25,53 +26,6 @@ STAGES = {"out_features": ["stage1", "stage2"]}
 DEPTH = {"reassemble_hidden_size": 32, "reassemble_factors": [4, 2], "neck_hidden_sizes": [8, 8], "head_hidden_size": 8}
 DEPTH |= {"patch_size": 4, "fusion_hidden_size": 8}
 DEPTH["backbone_config"] = t.Dinov2Config(**DINO2, **STAGES, reshape_hidden_states=False)
-
-
-def images(batch=3, height=16, width=16):
-    return {"pixel_values": torch.randn(batch, 3, height, width, generator=torch.Generator().manual_seed(1))}
-
-
-def patches(batch=3):
-    """Of three sizes."""
-    sizes = torch.tensor([[3, 4], [4, 2], [1, 2]])[:batch]
-    mask = (torch.arange(12) < sizes.prod(1, keepdim=True)).long()
-    pixels = torch.randn(batch, 12, 48, generator=torch.Generator().manual_seed(1))
-    return {"pixel_values": pixels, "spatial_shapes": sizes, "pixel_attention_mask": mask}
-
-
-def grids(*sizes):
-    """Of images and videos of these frames, heights and widths in patches, all in one row."""
-    count = sum(frames * height * width for frames, height, width in sizes)
-    pixels = torch.randn(count, 3 * 2 * 4 * 4, generator=torch.Generator().manual_seed(1))
-    return {"hidden_states": pixels, "grid_thw": torch.tensor(sizes)}
-
-
-def merged(*sizes):
-    """As of `grids`, whose patches are put together later, or not."""
-    given = grids(*sizes)
-    merges = {"merge_sizes": torch.tensor([2, 1, 2][: len(sizes)]), "grid_thw": given["grid_thw"]}
-    return {"pixel_values": given["hidden_states"][:, :48].contiguous()} | merges
-
-
-def sized(*sizes):
-    """Images of these heights and widths."""
-    return images(len(sizes)) | {"image_sizes": torch.tensor(sizes)}
-
-
-def shown(batch=3):
-    """Images of which the first 3, then 2 rows and so on are shown, and as many columns less one."""
-    mask = torch.zeros(batch, 4, 4, dtype=torch.bool)
-    for at, one in enumerate(mask):
-        one[: 3 - at, : 4 - at] = True
-    return images(batch) | {"patch_attention_mask": mask}
-
-
-def placed(*sizes):
-    """Pictures of these widths and heights in patches."""
-    places = [torch.cartesian_prod(torch.arange(height), torch.arange(width)).flip(1) for width, height in sizes]
-    padded = torch.nn.utils.rnn.pad_sequence(places, batch_first=True, padding_value=-1)
-    pixels = torch.rand(len(sizes), padded.shape[1], 48, generator=torch.Generator().manual_seed(1))
-    return {"pixel_values": pixels, "pixel_position_ids": padded}
 
 
 def pairs(given):
@@ -182,6 +136,12 @@ MODELS = {
         [SEVERAL[0] | {"output_hidden_states": True}, *SEVERAL[1:]],
         "",
     ),
+    "qwen3-omni": (
+        of("qwen3_omni_moe", "Qwen3OmniMoeVisionEncoder", t.Qwen3OmniMoeVisionEncoderConfig, QWEN3 | {"depth": 4}),
+        SEVERAL,
+        "",
+    ),
+    "minimax-m3": (lambda: t.MiniMaxM3VLVisionModel(t.MiniMaxM3VLVisionConfig(**VIT)), [renamed(SEVERAL[0])], ""),
     "video-llama3": (
         lambda: t.VideoLlama3VisionModel(t.VideoLlama3VisionConfig(**VIT)),
         [merged((1, 6, 10), (2, 3, 2), (1, 2, 8)), merged((1, 4, 4))],
@@ -219,7 +179,7 @@ def made(name):
     return random_pair(MODELS[name][0])
 
 
-@pytest.mark.parametrize("name", always(MODELS, "gemma4", "gemma4-bounded"))
+@pytest.mark.parametrize("name", always(MODELS, "gemma4", "gemma4-bounded", "qwen3-omni", "minimax-m3"))
 def test_an_encoder_gives_what_stock_gives(name):
     model, stock = made(name)
     rows = {(path, rule): status for path, rule, status, _ in accel.report(accel.optimize(model)).sites}
