@@ -4,7 +4,7 @@ import inspect
 import math
 from collections.abc import Collection, Iterator
 from contextlib import suppress
-from itertools import product
+from itertools import pairwise, product
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -34,6 +34,7 @@ WIDE = 33  # patches, more than windows have in a row
 SOUNDS = ("input_features", "input_values")
 FRAMES = 12  # tokens of a sound of an example
 SIDES = (16, 56, 96)  # patches of larger examples, as of windows that are halved three times
+MOST_FIXED = 2048  # patches of the one size that a model takes
 MOST = 256  # patches of an image of an example: it runs several times, on a CPU too
 
 
@@ -89,7 +90,18 @@ def patch_convolution(model: nn.Module) -> Any:
     found: Iterator[Any] = (
         one for one in model.modules() if isinstance(one, nn.Conv2d | nn.Conv3d) and one.kernel_size == one.stride
     )
-    return next((one for one in found if max(one.kernel_size) > 1), None)
+    first = next((one for one in found if max(one.kernel_size) > 1), None)
+    return _unfolded(model) if first is None else first
+
+
+def _unfolded(model: nn.Module) -> nn.Conv2d | None:
+    """The convolution that a model's first unfolding is with the linear behind it."""
+    parts = [one for one in model.modules() if type(one) in (nn.Unfold, nn.Linear)]
+    for unfold, linear in pairwise(parts):
+        if isinstance(unfold, nn.Unfold) and isinstance(linear, nn.Linear):
+            sizes = (one if isinstance(one, tuple) else (one, one) for one in (unfold.kernel_size, unfold.stride))
+            return nn.Conv2d(linear.in_features // math.prod(size := next(sizes)), 1, size, next(sizes), device="meta")
+    return None
 
 
 def encoders_in(root: nn.Module) -> dict[str, nn.Module]:
@@ -207,7 +219,8 @@ def _images(model: Any, inputs: Inputs) -> Iterator[dict[str, Any]]:
             yield {IMAGES.main: random(ROWS, 6, patches.in_features), SHAPES: sizes, IMAGES.mask: shown}
         return
     height, width = convolution.kernel_size[-2:]
-    channels = next(one.in_channels for one in model.modules() if type(one) is type(convolution))
+    kind = type(convolution)
+    channels = next((one.in_channels for one in model.modules() if type(one) is kind), convolution.in_channels)
     more = {INTERPOLATED: True} if INTERPOLATED in names else {}
     if SIZES in names:
         more[SIZES] = torch.tensor([[2 * height, 3 * width], [2 * height, width]], device=device)
@@ -227,6 +240,9 @@ def _images(model: Any, inputs: Inputs) -> Iterator[dict[str, Any]]:
             yield {IMAGES.main: random(ROWS, frames, channels, *size)}
     for side in SIDES if convolution.weight.dim() == 4 else ():
         yield {IMAGES.main: random(ROWS if side**2 <= MOST else 1, channels, side * height, side * width)}
+    one_size = isinstance(size, list | tuple) and len(size) == 2 and convolution.weight.dim() == 4
+    if one_size and math.prod(size) <= MOST_FIXED * height * width:
+        yield {IMAGES.main: random(1, channels, *size)}
 
 
 def masked_sound(model: Any, inputs: Inputs, example: dict[str, Any]) -> Inputs:

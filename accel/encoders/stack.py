@@ -205,6 +205,6 @@ class EncoderLayerForward(LayerForward):
         return next((name for name, one in told if (name, form(one)) not in known), None)
 
     def fast(self, step: Any, *args: Any, **kwargs: Any) -> Any:
-        x = args[0] if args else kwargs.pop("hidden_states")
+        x = args[0] if args else kwargs.pop(self.names[0])
         y = step.take(self, x, kwargs)
         return y if self.spec.returns is None else (y, *(None,) * (self.spec.returns - 1))

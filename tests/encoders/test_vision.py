@@ -45,6 +45,8 @@ SEVERAL = [grids((1, 6, 10), (2, 4, 2), (1, 2, 8)), grids((1, 4, 4)), grids((1, 
 
 
 PLACED = [placed((6, 6), (3, 6), (9, 3)), placed((6, 3)) | {"output_hidden_states": True}]
+LLAMA4 = VIT | {"image_size": 80, "intermediate_size": 128}
+LLAMA4 |= dict.fromkeys(("projector_input_dim", "projector_output_dim", "vision_output_dim"), 32)
 GEMMA4 = {name: one for name, one in VIT.items() if name != "image_size"}
 GEMMA4 |= {"head_dim": 8, "num_key_value_heads": 2, "position_embedding_size": 16, "use_clipped_linears": True}
 
@@ -147,6 +149,7 @@ MODELS = {
         [merged((1, 6, 10), (2, 3, 2), (1, 2, 8)), merged((1, 4, 4))],
         "",
     ),
+    "llama4": (lambda: t.Llama4VisionModel(t.Llama4VisionConfig(**LLAMA4)), [images(3, 80, 80)], ""),
     "gemma4": (gemma4, PLACED, ""),
     "gemma4-bounded": (lambda: gemma4(0.5), PLACED, ""),
     "mlcd": (lambda: t.MLCDVisionModel(t.MLCDVisionConfig(**VIT)), [images(), images(1)], ""),
@@ -179,7 +182,7 @@ def made(name):
     return random_pair(MODELS[name][0])
 
 
-@pytest.mark.parametrize("name", always(MODELS, "gemma4", "gemma4-bounded", "qwen3-omni", "minimax-m3"))
+@pytest.mark.parametrize("name", always(MODELS, "gemma4", "gemma4-bounded", "qwen3-omni", "minimax-m3", "llama4"))
 def test_an_encoder_gives_what_stock_gives(name):
     model, stock = made(name)
     rows = {(path, rule): status for path, rule, status, _ in accel.report(accel.optimize(model)).sites}

@@ -38,7 +38,8 @@ class SmallStore:
 HALF, EVEN, WHOLE = "first half", "even channels", "all"  # where a table of cosines holds one of each pair's
 TWICE = "first half of each half"  # of channels whose halves turn by themselves, by two positions
 FORMS = ((HALF, False), (EVEN, True), (HALF, True), (EVEN, False), (WHOLE, False), (WHOLE, True))
-FORMS_OF_ENCODERS = (*FORMS, (TWICE, False))
+COLUMN = "all, of tokens before rows"
+FORMS_OF_ENCODERS = (*FORMS, (TWICE, False), (COLUMN, True))
 Forms = tuple[tuple[str, bool], ...]
 
 
@@ -90,7 +91,8 @@ class Rotary:
             alike |= {EVEN} if torch.equal(pairs[..., 0], pairs[..., 1]) else set()
             if table.shape[-1] % 4 == 0:
                 alike |= {TWICE} if torch.equal(*halves.unflatten(-1, (2, -1)).unbind(-2)) else set()
-        return self.form in (alike or {WHOLE})
+        column = {COLUMN} if table.dim() == 3 and table.shape[1] == 1 else set()
+        return self.form in (alike or {WHOLE}) | column
 
     def source(self, kwargs: dict, attention: nn.Module) -> object:
         """What the angles are made from; the same object in two layers means the same angles."""
@@ -117,6 +119,8 @@ class Rotary:
             return table[..., : table.shape[-1] // 2]
         if self.form == TWICE:
             return table.unflatten(-1, (2, 2, -1))[..., 0, :].flatten(-2)
+        if self.form == COLUMN:
+            return table.transpose(0, 1)
         return table[..., ::2] if self.form == EVEN else table
 
 
@@ -127,7 +131,7 @@ def rotaries(layer: LayerRecord, k: torch.Tensor, keys: torch.Tensor, forms: For
     kwargs = layer.call.named
     for rotary in (one for one in rotary_candidates(layer, forms) if one.fits(kwargs, layer.attention)):
         cos, sin = rotary.angles(kwargs, layer.attention, k.shape[1])
-        if 0 < 2 * cos.shape[-1] <= k.shape[-1]:
+        if 0 < 2 * cos.shape[-1] <= k.shape[-1] and cos.shape[0] in (1, len(k)):
             turned = rotated(k, cos.to(k.dtype), sin.to(k.dtype), rotary.interleaved, rotary.parts)
             if agree(turned, keys.transpose(1, 2)):
                 yield rotary
