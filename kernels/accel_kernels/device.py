@@ -36,6 +36,7 @@ class Feature(Enum):
     BFLOAT16 = "bfloat16 products"
     WIDE_PRODUCTS = "tensor core products of 16 columns"  # mma.sync m16n8k16, of bytes m16n8k32
     FLOAT8 = "float8 conversions"
+    FLOAT8_AT_ONCE = "float8 conversions of float32 in one rounding"
     DEPENDENT_LAUNCH = "programmatic dependent launch"
     TMA = "a tensor memory accelerator"
     SHARED_OPERANDS = "tensor cores that read shared memory"  # wgmma or tcgen05: operands take no registers
@@ -44,7 +45,7 @@ class Feature(Enum):
 
 SINCE = {
     Feature.TRITON: (7, 0), Feature.BFLOAT16: (8, 0), Feature.WIDE_PRODUCTS: (8, 0), Feature.FLOAT8: (8, 9),
-    Feature.DEPENDENT_LAUNCH: (9, 0), Feature.TMA: (9, 0),
+    Feature.FLOAT8_AT_ONCE: (9, 0), Feature.DEPENDENT_LAUNCH: (9, 0), Feature.TMA: (9, 0),
 }  # fmt: skip
 OF_SOME = {Feature.SHARED_OPERANDS: (9, 10, 11), Feature.WARPGROUPS: (9,)}  # by the first number of a capability
 # KB of shared memory that one program may have.

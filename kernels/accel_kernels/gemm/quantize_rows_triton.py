@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from accel_kernels.device import programmatic, shared_memory
+from accel_kernels.device import Feature, has, programmatic, shared_memory
 from accel_kernels.gemm.quantize_rows import SHARE, KnownColumns, QuantizedRows, known_columns
 from accel_kernels.norm.norm import NormArguments, kernel_arguments
 from accel_kernels.rowwise.row_numbers import LEAST, MOST, REACH
@@ -17,6 +17,7 @@ from accel_kernels.rowwise.row_numbers_triton import (
     bounded_tile,
     int8_tile,
     magnitude,
+    nearest_float8,
     numbers_tile,
     scale_tile,
 )
@@ -87,7 +88,7 @@ def outlier_columns_kernel(
 def quantize_rows_kernel(
     x_ptr, norm, mask_ptr, columns_ptr, count_ptr, given_scale_ptr, data_ptr, scales_ptr, outliers_ptr, k, capacity,
     NORM: tl.constexpr, ROUND: tl.constexpr, REACH: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr,
-    BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    BY_HAND: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     k_idx = tl.arange(0, BLOCK_K)
@@ -130,14 +131,17 @@ def quantize_rows_kernel(
         y = int8_tile(h, peak, REACH, MOST)
     else:
         y = numbers_tile(h, peak, REACH, LEAST, MOST, ROUND)
+    if BY_HAND:
+        y = nearest_float8(y)
     tl.store(data_ptr + row * k + k_idx, y.to(data_ptr.dtype.element_ty), mask=mask)
     tl.store(scales_ptr + row, scale)
 
 
-def _numbers(dtype: torch.dtype) -> dict:
+def _numbers(dtype: torch.dtype, device: torch.device) -> dict:
     """Constants of a kernel that rounds to this dtype."""
     ends = {"REACH": REACH[dtype], "LEAST": LEAST[dtype], "MOST": MOST[dtype]}
-    return {"ROUND": dtype == torch.int8} | ends
+    by_hand = dtype != torch.int8 and not has(device, Feature.FLOAT8_AT_ONCE)
+    return {"ROUND": dtype == torch.int8, "BY_HAND": by_hand} | ends
 
 
 def _found(x, norm: NormArguments, threshold: float, flags: dict, meta: dict) -> KnownColumns:
@@ -180,7 +184,7 @@ def quantize_rows(x, *, norm=None, dtype=torch.int8, outliers=None, scale=None):
         taken = torch.empty((*x.shape[:-1], capacity), dtype=x.dtype, device=x.device)
     launch(
         quantize_rows_kernel, (rows,),
-        x, before, mask, columns, count, scale, data, scales, taken, k, capacity, **flags, **_numbers(dtype),
+        x, before, mask, columns, count, scale, data, scales, taken, k, capacity, **flags, **_numbers(dtype, x.device),
         **meta, **programmatic(x.device),
     )  # fmt: skip
     return QuantizedRows(data, scales, x.dtype, taken, columns, count)

@@ -74,7 +74,7 @@ OPERATIONS = {
         f"int8_tile({{0}}, {{1}}, {REACH[torch.int8]}, {MOST[torch.int8]})",
     ),
     "numbers_fp8": Operation(
-        "numbers", lambda x, peak: row_numbers(x, peak, FP8), f"float8_tile({{0}}, {{1}}, {REACH[FP8]})"
+        "numbers", lambda x, peak: row_numbers(x, peak, FP8), f"float8_tile({{0}}, {{1}}, {REACH[FP8]}, {{by_hand}})"
     ),
 }  # fmt: skip
 # Near formulas, of values that are rounded to 8 bits and nothing else: see `functions_triton.py`.

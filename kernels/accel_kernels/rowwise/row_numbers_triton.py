@@ -37,10 +37,30 @@ def int8_tile(x, peak, REACH: tl.constexpr, MOST: tl.constexpr):
 
 
 @triton.jit
-def float8_tile(x, peak, REACH: tl.constexpr):
-    """As `numbers_tile`, of rows with this peak, in float8_e4m3fn: to which what a product is off rounds to nothing."""
+def float8_tile(x, peak, REACH: tl.constexpr, BY_HAND: tl.constexpr):
+    """As `numbers_tile`, of rows with this peak, in float8_e4m3fn: to which what a product is off rounds to nothing.
+
+    BY_HAND: see `nearest_float8`.
+    """
     y = x * tl.div_rn(tl.full(peak.shape, REACH, tl.float32), peak)
-    return tl.where(y == y, y, 0.0).to(tl.float8e4nv)
+    y = tl.where(y == y, y, 0.0)
+    if BY_HAND:
+        y = nearest_float8(y)
+    return y.to(tl.float8e4nv)
+
+
+@triton.jit
+def nearest_float8(y):
+    """The nearest number that float8_e4m3fn has, to even, in float32, so that the conversion behind it is exact.
+
+    Triton before 3.9 converts by way of float16 below compute 9.0, which it cuts off: numbers just above the middle of
+    two then go down.
+    """
+    bits = y.to(tl.int32, bitcast=True)
+    wide = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
+    small = ((tl.abs(y) + 24576.0) - 24576.0).to(tl.int32, bitcast=True)  # of steps of 2 ** -9, below 2 ** -6
+    small = (small | (bits & -0x80000000)).to(tl.float32, bitcast=True)
+    return tl.where(y == y, tl.where(tl.abs(y) < 0.015625, small, wide), y)
 
 
 @triton.jit

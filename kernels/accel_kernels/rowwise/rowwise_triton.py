@@ -48,6 +48,7 @@ def rowwise(first, *others, program, shape, outputs=None):
         tuple((one.shape, one.stride(), one.dtype) for one in inputs),
         tuple(None if one is None else one.stride() for one in given),
         early,
+        not has(first.device, Feature.FLOAT8_AT_ONCE),
     )
     results = tuple(
         torch.empty(size, dtype=dtype, device=first.device) if one is None else one
@@ -68,8 +69,11 @@ def plan_of(
     inputs: tuple[tuple[torch.Size, tuple[int, ...], torch.dtype], ...],
     outputs: tuple[tuple[int, ...] | None, ...],
     early: bool,
+    by_hand: bool,
 ) -> Plan:
-    """How a call is launched, by shapes, strides and dtypes of inputs, strides of outputs. early: see `Source`."""
+    """How a call is launched, by shapes, strides and dtypes of inputs, strides of outputs. early, by_hand: see
+    `Source`.
+    """
     widths = register_widths(program)
     results = tuple(
         ((*shape, lanes(widths[number], program)), dtype)
@@ -87,7 +91,9 @@ def plan_of(
     accesses = [access_of(rows, one) for rows, one in zip(strides, tensors, strict=True)]
     wide = any(farthest(sizes, rows, one, program.width) >= 2**31 for rows, one in zip(strides, tensors, strict=True))
     tiling, programs = tiled(program, sizes, wide)
-    kernel = kernel_of(program, tuple(accesses[: len(inputs)]), tuple(accesses[len(inputs) :]), tiling, early)
+    by_hand &= torch.float8_e4m3fn in program.dtypes  # else two texts would be one
+    both = tuple(accesses[: len(inputs)]), tuple(accesses[len(inputs) :])
+    kernel = kernel_of(program, *both, tiling, early, by_hand)
     passed = []
     for access, rows, one in zip(accesses, strides, tensors, strict=True):
         by_unit = tuple(stride // access.unit for stride in rows if stride)
@@ -97,10 +103,15 @@ def plan_of(
 
 @lru_cache(maxsize=1024)
 def kernel_of(
-    program: RowProgram, inputs: tuple[Access, ...], outputs: tuple[Access, ...], tiling: Tiling, early: bool = False
+    program: RowProgram,
+    inputs: tuple[Access, ...],
+    outputs: tuple[Access, ...],
+    tiling: Tiling,
+    early: bool = False,
+    by_hand: bool = False,
 ) -> Any:
     """The compiled-on-demand kernel of a text, under a name by which Python finds its lines again."""
-    return _jit(Source(program, inputs, outputs, tiling, early).text)
+    return _jit(Source(program, inputs, outputs, tiling, early, by_hand).text)
 
 
 @lru_cache(maxsize=1024)

@@ -46,7 +46,9 @@ class TilePlace(NamedTuple):
 
 
 class Source:
-    """Writes the text; `text` is it. early: it starts before the kernel in front has ended, and waits for that."""
+    """Writes the text; `text` is it. early: it starts before the kernel in front has ended, and waits for that.
+    by_hand: numbers are rounded to float8 by hand, see `nearest_float8`.
+    """
 
     def __init__(
         self,
@@ -55,8 +57,9 @@ class Source:
         outputs: tuple[Access, ...],
         tiling: Tiling,
         early: bool = False,
+        by_hand: bool = False,
     ):
-        self.program, self.tiling = program, tiling
+        self.program, self.tiling, self.by_hand = program, tiling, by_hand
         self.inputs = [(f"x{n}", one) for n, one in enumerate(inputs)]
         self.outputs = [(f"y{n}", one) for n, one in enumerate(outputs)]
         self.dims = len(inputs[0].moves)
@@ -232,6 +235,7 @@ class Source:
             return self._normed(op, x, size)
         spread = [arg.tiles * count if arg.width == ONE else arg.tiles for arg in args]
         numbers = {"number": literal(op.number), "reciprocal": literal(1 / op.number) if op.number else 'float("inf")'}
+        numbers["by_hand"] = str(self.by_hand)
         exact = OPERATIONS[op.name].formula or ""
         formula = NEAR.get(op.name, exact) if near else exact
         return [formula.format(*(tiles[n] for tiles in spread), **numbers) for n in range(count)]

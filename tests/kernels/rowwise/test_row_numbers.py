@@ -1,5 +1,7 @@
 """Row programs that round what they compute to 8 bits: bit for bit what `quantize_rows` makes of the same rows."""
 
+import importlib
+
 import pytest
 import torch
 from accel_kernels import RowOp, RowProgram, quantize_rows, rowwise
@@ -9,7 +11,8 @@ from accel_kernels.rowwise.program import FULL, NUMBERS, ONE, register_widths, r
 
 from support.kernels.numbers import assert_near
 
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
+tl = triton.language
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the compiled kernels")
 KINDS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 ODD = [(3, 5, 72), (2, 1, 130), (1, 2, 2600)]
@@ -87,10 +90,10 @@ def test_two_programs_round_the_columns_of_one_row(kind):
 
 @interpreted
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", NEAR)
-def test_what_is_rounded_alone_may_be_off_by_units_of_fp32(name):
-    """In int8: the interpreter's float8 is not the nearest."""
-    assert_near(name, "int8", torch.device("cpu"))
+def test_what_is_rounded_alone_may_be_off_by_units_of_fp32(name, kind):
+    assert_near(name, kind, torch.device("cpu"))
 
 
 def test_which_registers_are_rounded_alone():
@@ -135,3 +138,26 @@ def test_numbers_of_8_bits_are_a_result_and_nothing_else(name):
         register_widths(RowProgram(1, 64, (FULL,), (*ops, RowOp("neg", (2,))), (2,), (NUMBERS[name],)))
     with pytest.raises(ValueError, match=f"{name} by a peak of full lanes"):
         register_widths(RowProgram(1, 64, (FULL,), (RowOp(name, (0, 0)),), (1,), (NUMBERS[name],)))
+
+
+nearest_float8 = importlib.import_module("accel_kernels.rowwise.row_numbers_triton").nearest_float8
+
+
+@triton.jit
+def nearest_kernel(x_ptr, y_ptr, N: tl.constexpr):
+    at = tl.arange(0, N)
+    tl.store(y_ptr + at, nearest_float8(tl.load(x_ptr + at)))
+
+
+@interpreted
+def test_float8_by_hand_is_torchs_of_every_code_and_what_lies_between_two():
+    codes = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    middles = (codes[1:] + codes[:-1]) / 2
+    some = torch.cat([codes, middles, middles.nextafter(torch.tensor(0.0)), middles.nextafter(torch.tensor(1e9))])
+    x = torch.cat([some, -some, torch.tensor([float("nan"), -0.0])])
+    x = torch.nn.functional.pad(x, (0, 1024 - len(x)))
+    y = torch.empty_like(x)
+    nearest_kernel[(1,)](x, y, N=1024)
+    wanted = x.to(torch.float8_e4m3fn)
+    assert torch.equal(y.to(torch.float8_e4m3fn).view(torch.uint8), wanted.view(torch.uint8))
+    torch.testing.assert_close(y, wanted.float(), rtol=0, atol=0, equal_nan=True)  # so no conversion is off

@@ -6,6 +6,7 @@ import triton.language as tl
 
 from accel_kernels.attention.paged.kv_quantization import LEAST, TOPS
 from accel_kernels.device import interpreted
+from accel_kernels.rowwise.row_numbers_triton import nearest_float8
 
 TRITON_DTYPES = {torch.int8: tl.int8, torch.float8_e4m3fn: tl.float8e4nv}
 AT_LEAST = tl.constexpr(LEAST)
@@ -116,4 +117,6 @@ def rounded(x, KV_DTYPE: tl.constexpr):
     if KV_DTYPE == tl.int8:
         below = tl.floor(codes)  # half is added to this, as a compiler adds to a product without rounding it
         codes = tl.where(codes >= below + 0.5, below + 1.0, below)
+    else:
+        codes = nearest_float8(codes)
     return codes.to(KV_DTYPE), scale
