@@ -153,5 +153,5 @@ def test_a_kernel_that_does_not_compile_leaves_the_others_be():
         launch(refused_kernel, (1,), mark, WRONG=False)
     launch(refused_kernel, (1,), mark, WRONG=False)
     assert mark.item() == 1
-    with pytest.raises(KernelRefused, match="CompilationError"):
+    with pytest.raises(KernelRefused, match="Compil"):
         launch(refused_kernel, (1,), mark, WRONG=True)
