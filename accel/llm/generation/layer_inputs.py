@@ -95,6 +95,11 @@ class CheckedStep(Step):
         return self.reason is not None
 
     def of_layer(self, layer: LayerForward, x: torch.Tensor, kwargs: dict) -> torch.Tensor:
+        if x.shape[1] < self.given[1]:  # those of which logits are wanted, which read what all have stored
+            self.written = dict.fromkeys(self.kvs, self.given[1])
+            if self.stretch is not None:
+                self.stretch.leave()
+            return layer.computed(self, x, kwargs)
         if self.masks:
             self.stretch = None
         return layer.computed(self, x, kwargs) if self.stretch is None else self.stretch.run(self, layer, x, kwargs)
@@ -103,7 +108,9 @@ class CheckedStep(Step):
         """What a layer is given that no text gives it."""
         x = args[0] if args else kwargs[HIDDEN_STATES]
         rows, new, dtype = self.given
-        if x.shape[:2] != (rows, new) or x.dtype not in (dtype, spec.widths.total):
+        last = x.shape[1]  # of the new tokens
+        fits = x.shape[0] == rows and (last == new or (last < new and spec.borrows))
+        if not fits or x.dtype not in (dtype, spec.widths.total):
             return OTHER_TOKENS
         if not any(value is self.cache for value in kwargs.values()):
             return "its layers are given another cache than the model"
@@ -120,17 +127,17 @@ class CheckedStep(Step):
         mask, window, parts = kwargs.get(MASK), spec.attention.window, spec.attention.mixers
         if self.turns and not all(self._turned(getattr(part, "rotary", None), kwargs) for part in parts):
             return OTHER_TURNS
-        key = id(mask), window, tuple(part.keeps_state for part in parts)
-        if self.by_mask and self._attends_by(spec.attention, mask):
+        key = id(mask), window, last, tuple(part.keeps_state for part in parts)
+        if self.by_mask and self._attends_by(spec.attention, mask, last):
             return None
         if key not in self.seen:
             alone = len(parts) == 1  # else a state's own mask has another name, and no text gives one
             shown = (
-                self._of_padding(mask if alone else None) if part.keeps_state else self._causal(mask, window)
+                self._of_padding(mask if alone else None) if part.keeps_state else self._causal(mask, window, last)
                 for part in parts
             )
             self.seen[key] = mask, all(shown)
-        return None if self.seen[key][1] or self._attends_by(spec.attention, mask) else NOT_CAUSAL
+        return None if self.seen[key][1] or self._attends_by(spec.attention, mask, last) else NOT_CAUSAL
 
     def _turned(self, rotary: Rotary | None, kwargs: dict) -> bool:
         """Whether a layer is given one angle for each pair of channels. Waits for the device."""
@@ -145,34 +152,28 @@ class CheckedStep(Step):
         mask = kwargs.get(MASK)
         return None if mask is None and not spec.sees_all else self.masks.get(id(mask))
 
-    def _attends_by(self, spec: Any, mask: Any) -> bool:
-        """Whether an attention is one that can attend by this mask, which is noted then."""
-        new = self.given[1]
-        if new == 1 or not isinstance(spec, SoftmaxSpec) or not (spec.masked if mask is not None else spec.sees_all):
+    def _attends_by(self, spec: Any, mask: Any, last: int) -> bool:
+        """Whether an attention is one that can attend by this mask of the last tokens, which is noted then."""
+        if last == 1 or not isinstance(spec, SoftmaxSpec) or not (spec.masked if mask is not None else spec.sees_all):
             return False
         if id(mask) not in self.masks:
-            end = self.start + new
+            end = self.start + self.given[1]
             shown = (
-                torch.ones((), dtype=torch.bool, device=self.device).expand(1, 1, new, end)
+                torch.ones((), dtype=torch.bool, device=self.device).expand(1, 1, last, end)
                 if mask is None
-                else self._shown(mask)
+                else self._shown(mask, last)
             )
             if shown is None:
                 return False
             self.masks[id(mask)] = F.pad(shown, (end - shown.shape[3], 0))
         return True
 
-    def _shown(self, mask: Any) -> torch.Tensor | None:
-        """(rows or 1, heads or 1, new, tokens) bool of such a mask, or of one that is added to scores, which waits for
+    def _shown(self, mask: Any, last: int) -> torch.Tensor | None:
+        """(rows or 1, heads or 1, last, tokens) bool of such a mask, or of one that is added to scores, which waits for
         the device; None of another.
         """
-        new = self.given[1]
-        if (
-            type(mask) is not torch.Tensor
-            or mask.dim() != 4
-            or mask.shape[2] != new
-            or mask.shape[3] > self.start + new
-        ):
+        end = self.start + self.given[1]
+        if type(mask) is not torch.Tensor or mask.dim() != 4 or mask.shape[2] != last or mask.shape[3] > end:
             return None
         if mask.dtype is torch.bool:
             return mask
@@ -192,21 +193,21 @@ class CheckedStep(Step):
         wanted = self.padding[:, -new:].bool()
         return first and (bool(wanted.all()) if mask is None else torch.equal(mask.bool(), wanted))
 
-    def _causal(self, mask: Any, window: int | None) -> bool:
-        """Whether a mask shows every query the keys up to its own, but for padding and what a window has passed.
+    def _causal(self, mask: Any, window: int | None, last: int) -> bool:
+        """Whether a mask shows every query, of the last tokens, the keys up to its own, but for padding and what a
+        window has passed.
 
         Queries that are padding may see anything. Waits for the device.
         """
-        new = self.given[1]
-        end = self.start + new
+        end = self.start + self.given[1]
         if mask is None:
             return self.bare and self.padding is None
         if type(mask) is torch.Tensor and mask.dim() == 2:  # of an attention that is causal by itself
             return self.bare and self.padding is not None and torch.equal(mask.bool(), self.padding.bool())
-        if (shown := self._shown(mask)) is None:
+        if (shown := self._shown(mask, last)) is None:
             return False
         keys = torch.arange(end, device=mask.device)
-        queries = keys[self.start :, None]
+        queries = keys[end - last :, None]
         visible = (keys <= queries)[None, None]
         real = shown.new_ones(1, end) if self.padding is None else self.padding.bool()
         visible = visible & real[:, None, None]
@@ -216,7 +217,7 @@ class CheckedStep(Step):
         elif window is not None:
             visible = visible & (queries - keys < window)
         shown = F.pad(shown, (end - mask.shape[3], 0))  # keys that a cache with a window has no more
-        return not bool(((visible ^ shown) & real[:, None, self.start :, None]).any())
+        return not bool(((visible ^ shown) & real[:, None, end - last :, None]).any())
 
 
 @contextmanager

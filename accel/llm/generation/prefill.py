@@ -199,6 +199,12 @@ class PromptLayers:
         elif not (self.learns or ran):
             self.prompts.stops[self.names] = None
 
+    def leave(self) -> None:
+        """The layers to come run by themselves. Raises Unfit where those before them have not run yet."""
+        if self.calls:
+            raise Unfit("something stands between its layers")
+        self.found.add(self.ran)
+
     def run(self, step: Step, layer: LayerForward, x: torch.Tensor, kwargs: dict) -> torch.Tensor:
         """What a layer gives to the code around it. Raises Unfit where that is not the code that was seen."""
         self.ran += 1

@@ -82,13 +82,14 @@ def step(mask: torch.Tensor | None = None, bare: bool = True) -> CheckedStep:
     return CheckedStep(forward, {}, CACHE, tokens, START, mask, True, frozenset())
 
 
-def layer(given: dict | None = None, window: int | None = None) -> SimpleNamespace:
+def layer(given: dict | None = None, window: int | None = None, borrows: bool = False) -> SimpleNamespace:
     known = dict(given or {})
     keywords = tuple(known.pop("reads", ()))
     attention = SimpleNamespace(keeps_state=False, window=window)
     attention.mixers = (attention,)
     given, widths = frozenset(known.items()), Widths(torch.float32, torch.float32)
-    return SimpleNamespace(spec=SimpleNamespace(given=given, attention=attention, keywords=keywords, widths=widths))
+    more = {"keywords": keywords, "widths": widths, "borrows": borrows}
+    return SimpleNamespace(spec=SimpleNamespace(given=given, attention=attention, **more))
 
 
 X = torch.zeros(2, NEW, 8)
@@ -153,6 +154,14 @@ def test_hidden_states_are_those_of_the_tokens(args):
     assert step().runs_stock(layer(), args, {"cache": CACHE})
     assert not step().runs_stock(layer(), (X,), {"cache": CACHE})
     assert step().runs_stock(layer(), (X,), {}) and step().runs_stock(layer(), (X,), {"cache": DynamicCache()})
+
+
+@pytest.mark.parametrize("name", ["padding", "window", "padding seen", "another window"])
+def test_last_tokens_alone_attend_to_what_another_layer_has_stored(name):
+    mask, more, causal = MASKS[name]
+    one = layer(window=more.get("window"), borrows=True)
+    given = {"cache": CACHE, "attention_mask": mask[:, :, -2:]}
+    assert step(more.get("mask")).runs_stock(one, (X[:, -2:],), given) is not causal
 
 
 def test_a_later_layer_that_is_given_something_else_ends_the_forward():

@@ -78,9 +78,13 @@ def paligemma():
     return model, {}, {"input_ids": ids, "token_type_ids": torch.zeros_like(ids), "pixel_values": random(2, 3, 16, 16)}
 
 
-def gemma4():
+SHARED = {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8}
+SHARED |= {"vocab_size_per_layer_input": TEXT["vocab_size"], "layer_types": ["sliding_attention", "full_attention"] * 2}
+
+
+def gemma4(**more):
     """Its layers with windows alone let tokens of a picture see each other."""
-    text = TEXT | GEMMA4 | {"hidden_size_per_layer_input": 0, "use_bidirectional_attention": "vision"}
+    text = TEXT | GEMMA4 | {"hidden_size_per_layer_input": 0, "use_bidirectional_attention": "vision"} | more
     vision = {name: one for name, one in VISION.items() if name != "image_size"} | {"num_key_value_heads": 2}
     vision |= {"head_dim": 16, "patch_size": 4, "pooling_kernel_size": 2, "position_embedding_size": 32}
     special = {f"{name}_token_id": IMAGE + number for number, name in enumerate(("image", "video", "audio", "boi"))}
@@ -173,6 +177,7 @@ MODELS: dict[str, Callable] = {
     "mistral3": mistral3,
     "gemma3": gemma3,
     "gemma4": gemma4,
+    "gemma4-shared": functools.partial(gemma4, use_bidirectional_attention=None, **SHARED),
     "paligemma": paligemma,
     "internvl": internvl,
     "smolvlm": functools.partial(idefics, "SmolVLM"),
