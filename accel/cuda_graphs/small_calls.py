@@ -12,8 +12,9 @@ MOST_TOKENS = 1024  # beyond, kernels take longer than their launches
 TOKENS = ("input_ids", "inputs_embeds")
 MASK = "attention_mask"
 # Of what is packed too.
-MASKS = ("pixel_attention_mask", "patch_attention_mask", "input_features_mask")
-MASKS += ("pixel_position_ids", "image_position_ids")  # of patches, -1 where there is none
+MASKS = (
+    "pixel_attention_mask", "patch_attention_mask", "input_features_mask", "pixel_position_ids", "image_position_ids",
+)  # fmt: skip
 
 
 class SmallCalls(PerThread):

@@ -99,9 +99,16 @@ def _unfolded(model: nn.Module) -> nn.Conv2d | None:
     parts = [one for one in model.modules() if type(one) in (nn.Unfold, nn.Linear)]
     for unfold, linear in pairwise(parts):
         if isinstance(unfold, nn.Unfold) and isinstance(linear, nn.Linear):
-            sizes = (one if isinstance(one, tuple) else (one, one) for one in (unfold.kernel_size, unfold.stride))
-            return nn.Conv2d(linear.in_features // math.prod(size := next(sizes)), 1, size, next(sizes), device="meta")
+            (height, width), strides = _sides(unfold.kernel_size), _sides(unfold.stride)
+            channels, rest = divmod(linear.in_features, height * width)
+            if strides == (height, width) and channels and not rest:
+                return nn.Conv2d(channels, 1, strides, strides, device="meta")
     return None
+
+
+def _sides(size: Any) -> tuple[int, int]:
+    height, width = size if isinstance(size, tuple) else (size, size)
+    return height, width
 
 
 def encoders_in(root: nn.Module) -> dict[str, nn.Module]:
@@ -238,10 +245,11 @@ def _images(model: Any, inputs: Inputs) -> Iterator[dict[str, Any]]:
         # A video of full size is seconds of a CPU, several times.
         if isinstance(frames, int) and (device.type != "cpu" or frames * math.prod(size) <= most):
             yield {IMAGES.main: random(ROWS, frames, channels, *size)}
-    for side in SIDES if convolution.weight.dim() == 4 else ():
+    if convolution.weight.dim() != 4:
+        return
+    for side in SIDES:
         yield {IMAGES.main: random(ROWS if side**2 <= MOST else 1, channels, side * height, side * width)}
-    one_size = isinstance(size, list | tuple) and len(size) == 2 and convolution.weight.dim() == 4
-    if one_size and math.prod(size) <= MOST_FIXED * height * width:
+    if isinstance(size, list | tuple) and len(size) == 2 and math.prod(size) <= MOST_FIXED * height * width:
         yield {IMAGES.main: random(1, channels, *size)}
 
 
