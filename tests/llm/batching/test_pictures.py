@@ -43,7 +43,8 @@ def asked(name: str, given: dict, new: int = NEW):
 # Positions of three parts, and features added to layers; tokens that see both ways; states beside keys; logits of all
 # tokens.
 @pytest.mark.parametrize(
-    ("name", "narrow"), [("qwen3-vl", True), ("gemma3", False), ("lfm2-vl", True), ("qwen2.5-omni", False)]
+    ("name", "narrow"),
+    [("qwen3-vl", True), ("gemma3", False), ("lfm2-vl", True), ("gemma4-shared", False), ("qwen2.5-omni", False)],
 )
 def test_each_gets_what_it_gets_alone(name, narrow, monkeypatch):
     """narrow: blocks run out, so that a text with a picture is read again, with what it has of its answer."""
