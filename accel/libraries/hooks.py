@@ -129,11 +129,19 @@ def _wrapper(forward: Any) -> Any:
     return function if getattr(function, "__globals__", {}).get("__name__") == WRAPPERS else None
 
 
+def is_offloaded(model: nn.Module) -> bool:
+    """Whether stock moves it, or parts of it, to where they are called."""
+    hooks = [one for hook in map(hook_of, model.modules()) for one in getattr(hook, "hooks", (hook,))]
+    return in_groups(model) or any(is_hook(one, name) for one in hooks for name in (ALIGNING, OFFLOADING))
+
+
 def lift(model: nn.Module) -> Callable[[], None] | None:
     """Takes offload by parts off the model, whose weights are then on the CPU; gives what puts it back, None for none.
 
     Raises ValueError where weights are on a disk.
     """
+    if grouped_on_disk(model):
+        raise ValueError("its weights are on a disk (enable_group_offload): load it with RAM for all of them")
     return _lift_dispatch(model) or _lift_groups(model)
 
 
@@ -186,8 +194,6 @@ def _lift_groups(model: nn.Module) -> Callable[[], None] | None:
     from diffusers.hooks import apply_group_offloading
 
     config = held[0].config
-    if grouped_on_disk(model):
-        raise ValueError("its weights are on a disk (enable_group_offload): load it with RAM for all of them")
     for registry in (vars(module)[REGISTRY] for module in model.modules() if REGISTRY in vars(module)):
         for name in NAMES:
             registry.remove_hook(name, recurse=False)

@@ -13,7 +13,7 @@ from torch import nn
 
 from accel.errors import Refused
 from accel.fusion.channels_last import ChannelsLast
-from accel.libraries.hooks import HOOKS, OFFLOADING, hook_of, is_hook, lift, offload_hooks
+from accel.libraries.hooks import HOOKS, is_offloaded, lift, offload_hooks
 from accel.libraries.models import is_pipeline, pipelines_in
 from accel.offload.blocks import nbytes, sizes_of, streaming_blocks
 from accel.offload.budget import Budget, WeightSizes, check_fits
@@ -79,8 +79,8 @@ class OffloadLifted(WeightsMoved):
         self.back = lift(self.model)
 
     def undo(self) -> None:
-        if self.back is not None and is_hook(hook_of(self.model), OFFLOADING):  # another pipeline's, which comes first
-            told = "another pipeline moves it; restore that one, then enable group or sequential offload again"
+        if self.back is not None and is_offloaded(self.model):  # put on since, as by another pipeline: it comes first
+            told = "another one moves it; take that off, then enable group or sequential offload again"
             warnings.warn(f"accel: the offload of a {type(self.model).__name__} is not put back: {told}", stacklevel=2)
         elif self.back is not None:
             self.back()

@@ -13,7 +13,7 @@ import accel
 from accel.bench.diffusion.streaming import on_paper
 from accel.bench.memory import peak_on_paper
 from accel.errors import Refused
-from accel.offload.blocks import sizes_of
+from accel.offload.blocks import nbytes, sizes_of, streaming_blocks
 from accel.offload.budget import WeightSizes, predicted_seconds, streamed_blocks
 from accel.offload.call_hooks import StreamedCall, whole_runs
 from accel.offload.ring import Ring, repeated
@@ -41,6 +41,16 @@ def test_sizes():
         accel.optimize(model, memory=sizes_of(model).least() - 1)
     same(model, before)
     assert not any(one._forward_pre_hooks or "forward" in vars(one) for one in model.modules())
+
+
+def test_blocks_are_what_is_called():
+    """Of several classes too; what only holds them is none."""
+    called = [torch.nn.Sequential(torch.nn.Linear(2, 2)), torch.nn.MultiheadAttention(2, 1)]
+    model = torch.nn.ModuleDict({"levels": torch.nn.ModuleList([torch.nn.ModuleList(called)])})
+    assert list(streaming_blocks(model)) == ["levels.0.0", "levels.0.1"]
+    tied = torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False), torch.nn.Linear(2, 2, bias=False))
+    tied[1].weight = torch.nn.Parameter(tied[0].weight.data)  # as accelerate leaves them
+    assert nbytes(tied) == nbytes(tied[0]) == 16 and nbytes(tied.to("meta")) == 32
 
 
 def test_as_few_blocks_stream_as_must_and_evenly():

@@ -13,7 +13,7 @@ import psutil
 import pytest
 import torch
 from accel_kernels.device import cuda_driver
-from accelerate import cpu_offload, cpu_offload_with_hook, disk_offload
+from accelerate import cpu_offload, cpu_offload_with_hook, disk_offload, dispatch_model
 from accelerate.hooks import remove_hook_from_submodules
 from diffusers import FluxTransformer2DModel
 from diffusers.hooks import apply_group_offloading
@@ -23,14 +23,18 @@ import accel
 from accel.diffusion import tiling
 from accel.diffusion.dit.executable import Executable
 from accel.errors import Refused
-from accel.offload.blocks import nbytes, sizes_of, streaming_blocks
+from accel.offload.blocks import nbytes, sizes_of
 from accel.offload.call_hooks import streamed_model as streamed
 from accel.offload.memory import HostBuffer
 from accel.offload.piece import PlacedWeights
 from accel.offload.ring import Ring
 from accel.offload.streamed_model import StreamedModel
-from accel.planning.memory import OffloadLifted, check_ram
+from accel.planning.memory import check_ram
 from support.objects.streaming import flux, llama, same, stored, within
+
+HERE = torch.device("cpu")
+IN_GROUPS = partial(apply_group_offloading, onload_device=HERE, offload_device=HERE, offload_type="leaf_level")
+SPREAD = partial(dispatch_model, device_map={"": "cpu"}, main_device="cpu", force_hooks=True)
 
 
 @pytest.fixture(autouse=True)
@@ -199,16 +203,28 @@ def test_the_driver_is_found_on_each_system(platform, name, monkeypatch):
     assert asked == [name]
 
 
+@pytest.mark.parametrize("before", ["stock", "streams", "in groups"])
+@pytest.mark.share(1)
 @torch.no_grad()
-def test_weights_on_a_disk_are_refused_and_stay_there(tmp_path):
+def test_weights_on_a_disk_are_refused_and_stay_there(before, tmp_path):
+    """Of a model that streams, what was before can no longer be: it is stock."""
     model, call = llama()
-    wanted = call(model)
-    disk_offload(model, tmp_path, torch.device("cpu"))
-    kinds = [set(vars(one)) for one in model.modules()]
-    with pytest.raises(Refused, match="memory=: some of its weights are on a disk"):
+    wanted, twin = call(model), copy.deepcopy(model)
+    if before == "streams":
         accel.optimize(model, memory=10**6)
-    assert [set(vars(one)) for one in model.modules()] == kinds and all(one.is_meta for one in model.parameters())
-    assert torch.equal(call(model), wanted)
+    for number, one in enumerate((model, twin)):
+        if before == "in groups":
+            IN_GROUPS(one, offload_to_disk_path=str(tmp_path / str(number)))
+            SPREAD(one)
+        else:
+            disk_offload(one, tmp_path, HERE)
+    with pytest.raises(Refused, match="memory=: .* weights are on a disk"):
+        accel.optimize(model, memory=10**6)
+    for _ in range(2):
+        kinds = [[set(vars(one)) for one in held.modules()] for held in (model, twin)]
+        assert kinds[0] == kinds[1]
+        assert torch.equal(call(model), wanted)
+        accel.restore(model)
 
 
 def test_gradients_are_refused_where_weights_stream():
@@ -246,16 +262,6 @@ def test_it_is_saved_as_it_is_and_what_changes_shape_in_place_is_seen(tmp_path):
     assert float((call(model) - call(twin)).abs().max()) < 1e-5 and torch.equal(weight, wanted)
 
 
-def test_blocks_are_what_is_called():
-    """Of several classes too; what only holds them is none."""
-    called = [torch.nn.Sequential(torch.nn.Linear(2, 2)), torch.nn.MultiheadAttention(2, 1)]
-    model = torch.nn.ModuleDict({"levels": torch.nn.ModuleList([torch.nn.ModuleList(called)])})
-    assert list(streaming_blocks(model)) == ["levels.0.0", "levels.0.1"]
-    tied = torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False), torch.nn.Linear(2, 2, bias=False))
-    tied[1].weight = torch.nn.Parameter(tied[0].weight.data)  # as accelerate leaves them
-    assert nbytes(tied) == nbytes(tied[0]) == 16 and nbytes(tied.to("meta")) == 32
-
-
 @torch.no_grad()
 def test_another_offload_on_top_brings_what_streamed(tmp_path):
     model, call = flux()
@@ -278,17 +284,24 @@ def test_another_offload_on_top_brings_what_streamed(tmp_path):
             assert float((call(model) - wanted).abs().max()) < 1e-5
 
 
+@pytest.mark.parametrize(
+    ("stock", "other"),
+    [
+        (IN_GROUPS, partial(cpu_offload_with_hook, execution_device=HERE)),  # another pipeline's
+        (IN_GROUPS, SPREAD), (SPREAD, partial(cpu_offload, execution_device=HERE)),
+    ],
+)  # fmt: skip
+@pytest.mark.share(1)
 @torch.no_grad()
-def test_offload_in_groups_does_not_come_back_beneath_another_pipelines():
-    """diffusers refuses it there, in the middle of `restore`."""
-    (model, call), device = flux(), torch.device("cpu")
-    apply_group_offloading(model, device, device, offload_type="leaf_level")
+def test_stocks_offload_does_not_come_back_beneath_another(stock, other):
+    """diffusers and accelerate refuse it there, in the middle of `restore`."""
+    model, call = flux()
+    stock(model)
     wanted = call(model)
-    lifted = OffloadLifted(model)
-    lifted.apply()
-    cpu_offload_with_hook(model, device)
-    with pytest.warns(UserWarning, match="offload of a FluxTransformer2DModel is not put back: another pipeline"):
-        lifted.undo()
+    accel.optimize(model, memory=within(model, 0.9))
+    other(model)
+    with pytest.warns(UserWarning, match="offload of a FluxTransformer2DModel is not put back: another one"):
+        accel.restore(model)
     assert torch.equal(call(model), wanted)
 
 
