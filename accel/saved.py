@@ -102,6 +102,8 @@ def _models(folder: Path, dtype: str | torch.dtype) -> dict[str, nn.Module]:
 
 def _class(library: str, name: str) -> type | None:
     """A class of models of diffusers or transformers, or of a pipeline of diffusers."""
+    if not isinstance(library, str) or not isinstance(name, str):
+        return None
     known = library in ("diffusers", "transformers")
     kind = getattr(import_module(library) if known else file_of_pipelines(library), name, None)
     return kind if isinstance(kind, type) and issubclass(kind, nn.Module) else None
@@ -187,11 +189,13 @@ def without_values(folder: Path) -> dict[str, nn.Module]:
     kind = next((found for name in names if (found := _class(library, name)) is not None), None)
     if kind is None:
         raise ValueError(f"{folder} has neither a {INDEX} nor a config.json of a known model")
-    return {"": _empty(kind, folder)}
+    return {"": _empty(kind, folder, as_stored=True)}
 
 
-def _empty(kind: Any, folder: Path) -> nn.Module:
+def _empty(kind: Any, folder: Path, as_stored: bool = False) -> nn.Module:
+    """In bfloat16, as pipelines are loaded; as_stored: in the dtype that a configuration of transformers names."""
     with readable(folder), torch.device("meta"):
         if hasattr(kind, "load_config"):
             return kind.from_config(kind.load_config(folder)).to(torch.bfloat16)
-        return kind(kind.config_class.from_pretrained(folder)).to(torch.bfloat16)
+        config = kind.config_class.from_pretrained(folder)
+        return kind(config).to((as_stored and config.dtype) or torch.bfloat16)

@@ -9,12 +9,13 @@ import typer
 from rich.console import Console
 
 from accel.commands.bench.each_model import Cell, measure_each
-from accel.commands.options import DEVICE_HELP, parse_device, user_errors
+from accel.commands.options import DEVICE_HELP, parse_device, quiet, user_errors
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
+STORED = {"fp8": 8, "fbgemm_fp8": 8, "mxfp4": 4}  # bits, by methods whose `quantization_config` has no number of them
 IMAGE_TOKENS = 4608  # of 1024 x 1024 pixels and a prompt, in a diffusion transformer whose inputs are not known
 
 
@@ -44,11 +45,14 @@ def plan(
     known = {"bus": bus * 1e9, "rate": tflops * 1e12, "memory": bandwidth * 1e9}
     if torch.cuda.is_available():
         known = speeds(torch.device("cuda"))
+    quiet()
     columns = "on the GPU GB", "moved GB a step", "s a step", "all there"
     table = Table("part", "weights GB", "blocks", "stream", "experts there", *columns)
     for name, (part, flops, beside) in _parts(model).items():
-        if weights is not None:
-            in_fewer_bits(part, weights)
+        with user_errors("MODEL", AttributeError, TypeError, ValueError):
+            scheme = weights or _stored(Path(model, name, "config.json"))
+        if scheme is not None:
+            in_fewer_bits(part, scheme)
         row = on_paper(part, flops, beside, memory, known)
         numbers = (f"{row[key]:.2f}" for key in ("on_card_gb", "moved_gb"))
         seconds = (f"{row[key]:.4f}" for key in ("seconds", "resident_s"))
@@ -79,6 +83,21 @@ def _parts(model: str) -> "dict[str, tuple[nn.Module, float, int | None]]":
         return {model: (part, 2.0 * sum(p.numel() for p in part.parameters()), None)}
     with user_errors("MODEL"):
         return {name: (part, *_needs(part)) for name, part in without_values(Path(model)).items()}
+
+
+def _stored(file: Path) -> str | None:
+    """The scheme of about as many bits as a file's `quantization_config` says that matrices are stored in."""
+    from accel.saved import read_json
+
+    said = read_json(file).get("quantization_config") if file.is_file() else None
+    if not isinstance(said, dict):
+        return None
+    groups = [said, *(said.get("config_groups") or {}).values()]
+    bits = [one.get(name) for one in groups for name in ("bits", "w_bit", "nbits")]
+    bits += [one["weights"].get("num_bits") for one in groups if isinstance(one.get("weights"), dict)]
+    bits += [number for number in (4, 8) if said.get(f"load_in_{number}bit") is True]
+    least = min((one for one in (*bits, STORED.get(said.get("quant_method"))) if type(one) is int), default=16)
+    return {4: "int4", 8: "int8"}.get(least)
 
 
 def _needs(part: "nn.Module", call: Any = None) -> tuple[float, int | None]:

@@ -223,3 +223,23 @@ def test_a_plan_is_told_before_anything_is_loaded():
     for option, wrong in [("memory", "much"), ("memory", "50%"), ("weights", "int3"), ("bus", "0"), ("tflops", "nan")]:
         told = run_command("plan", "tiny", f"--{option}", wrong)
         assert told.exit_code == 2 and f"--{option}" in told.output and wrong in told.output
+
+
+def test_a_plan_is_of_what_a_folder_stores(tmp_path):
+    sizes = {"vocab_size": 64, "hidden_size": 4096, "num_hidden_layers": 8, "num_attention_heads": 32}
+    layers = {"weights": {"num_bits": 4}, "input_activations": {"num_bits": 8}}
+    bitsandbytes = {"quant_method": "bitsandbytes", "load_in_8bit": True, "load_in_4bit": False}
+    for said, weights in [
+        ({"dtype": "float32"}, "6.48"), ({"dtype": "bfloat16"}, "3.24"),
+        ({"quantization_config": bitsandbytes}, "1.62"), ({"quantization_config": {"quant_method": "fp8"}}, "1.62"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "0.84"),
+        ({"quantization_config": {"quant_method": "compressed-tensors", "config_groups": {"0": layers}}}, "0.84"),
+    ]:  # fmt: skip
+        config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"} | sizes | said
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        told = run_command("plan", tmp_path)
+        assert told.exit_code == 0 and weights in told.output, (said, told.output)
+    for said in ({"quantization_config": {"config_groups": [1]}}, {"architectures": [3]}):
+        (tmp_path / "config.json").write_text(json.dumps(config | said))
+        told = run_command("plan", tmp_path)
+        assert told.exit_code == 2 and "MODEL: " in told.output, said
