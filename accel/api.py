@@ -116,10 +116,11 @@ def optimize(
             with alone(*models, anyway=True):
                 for name in reversed(applied):
                     vars(parts[name]).pop(PLAN).undo()
-                again = {name: vars(parts[name]).pop(PLAN) for name in reversed(taken)}
-                for name, plan in again.items():
-                    plan.apply()  # which may raise: its weights lie elsewhere by now
-                    vars(parts[name])[PLAN] = plan
+                for name in taken:
+                    vars(parts[name]).pop(PLAN, None)  # what cannot be again stays stock
+                for name in reversed(taken):
+                    before[name].apply()
+                    vars(parts[name])[PLAN] = before[name]
             raise
     plans = [vars(parts[name])[PLAN] for name in applied]
     for name, plan in zip(applied, plans, strict=True):

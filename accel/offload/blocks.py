@@ -123,7 +123,7 @@ def _is_matrix(weight: torch.Tensor) -> bool:
     return weight.dim() > 1 and weight.dtype not in (torch.bool, torch.int64) and is_movable(weight)
 
 
-def still_placed(model: nn.Module, pieces: list, plans: list) -> tuple[list, list]:
+def still_placed(model: nn.Module, pieces: list, plans: list | None) -> tuple[list, list]:
     """The pieces, or none where they are to be made anew: blocks were moved, or by another plan than these somebody
     reads weights beside their block, as where the model was fused since. And the plans, as they are now.
     """

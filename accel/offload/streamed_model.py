@@ -49,7 +49,7 @@ class StreamedModel(PlacedModel):
         super().renew()
         self.pieces: list[PlacedWeights] = []
         self.reads = OutsideReads(self)
-        self.plans: list = []  # of the model and its parts, by which the pieces were made
+        self.plans: list | None = None  # of the model and its parts, by which the pieces were made; None if unknown
         self.order: list[str] = []  # of blocks, by path, as they were called
         self.streamed: tuple[int, ...] | None = None  # numbers of blocks, by `order`, as they are placed now
         self.numbers: dict[str, tuple[int, PlacedWeights]] = {}  # of those in the ring, by path

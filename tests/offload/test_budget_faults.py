@@ -179,11 +179,12 @@ def test_a_model_of_a_pipeline_that_would_go_beyond_is_refused(kind, sdxl_pipe):
 
 
 def test_an_autoencoder_that_does_not_fit_as_a_whole_is_refused(sdxl_pipe):
-    """It comes to the GPU so; by its blocks it would fit."""
-    budget = nbytes(sdxl_pipe.vae) - 1
+    """It comes to the GPU so; by its blocks it would fit. All is as it was optimized before."""
+    budget, sites = nbytes(sdxl_pipe.vae) - 1, accel.report(accel.optimize(sdxl_pipe)).sites
     assert sizes_of(sdxl_pipe.vae).least() < budget
     with pytest.raises(Refused, match="a AutoencoderKL needs 0.01 GB"):  # rounded up: what is named is enough
         accel.optimize(sdxl_pipe, memory=budget)
+    assert accel.report(sdxl_pipe).sites == sites
 
 
 def test_a_file_of_any_name_may_be_mapped(tmp_path):

@@ -296,14 +296,16 @@ def test_a_pipeline_with_a_switch_of_its_own(kind, sdxl_pipe, live, monkeypatch)
     assert not any(hasattr(one, "_hf_hook") for one in pipe.unet.modules())
 
 
+@pytest.mark.parametrize("memory", [None, 10**6])  # of its own
+@pytest.mark.share(1)
 @torch.no_grad()
-def test_a_model_that_is_fused_while_its_pipeline_streams_it(sdxl_pipe, tiny):
+def test_a_model_that_is_fused_while_its_pipeline_streams_it(memory, sdxl_pipe, tiny):
     """By now keys and values of all blocks are computed by the first of them, of weights that came with each."""
     model, given = sdxl_pipe.unet, tiny.inputs(sdxl_pipe.unet)
     wanted = copy.deepcopy(model)(**given).sample
     accel.optimize(sdxl_pipe, memory=int(0.6 * nbytes(model)), layout="keep")
-    for change in (accel.restore, partial(accel.optimize, layout="keep")):  # other weights stay where they are
-        change(model)
+    for change in (accel.restore, partial(accel.optimize, layout="keep", memory=memory)):
+        change(model)  # other weights stay where they are
         assert float((model(**given).sample - wanted).abs().max()) < 1e-5
     assert streamed(model).streamed
 
