@@ -25,6 +25,7 @@ for arch in (80, 90):
 """
 
 
+@pytest.mark.turns(2)
 def test_kernels_that_read_them_compile(tmp_path):
     assert in_a_process(COMPILE, tmp_path).split() == ["1", "1"]
 

@@ -110,6 +110,7 @@ print("registers")
 """
 
 
+@pytest.mark.turns(2)
 def test_between_the_products_nothing_passes_through_shared_memory(tmp_path):
     assert in_a_process(CHECK, tmp_path).strip() == "registers"
 

@@ -139,6 +139,7 @@ print("registers")
 """
 
 
+@pytest.mark.turns(2)
 def test_numbers_go_from_words_to_products_in_registers(tmp_path):
     assert in_a_process(CHECK, tmp_path, *["all"] * EVERYTHING).strip() == "registers"
 
