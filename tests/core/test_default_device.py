@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import accel
-from core.test_package import ACCEL, KERNELS, files, label
 from support.diffusion.tiny_models import make_unet, make_vae, unet_inputs
 from support.llm.families import make, prompt
+from tests.core.test_package import ACCEL, KERNELS, every_node, files, label
 
 FACTORIES = {"arange", "empty", "empty_strided", "eye", "full", "linspace", "logspace", "ones", "rand", "randint"}
 FACTORIES |= {"randn", "randperm", "tensor", "zeros"}
@@ -66,8 +66,9 @@ def test_models_are_optimized_alike(model, options, call):
 
 def without_device(path):
     """Calls of torch's factories that leave the device to torch."""
-    calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
-    made = [call for call in calls if ast.unparse(call.func) in {f"torch.{name}" for name in FACTORIES}]
+    calls = [node for node in every_node(path) if isinstance(node, ast.Call)]
+    named = [call for call in calls if isinstance(call.func, ast.Attribute) and call.func.attr in FACTORIES]
+    made = [call for call in named if ast.unparse(call.func) == f"torch.{call.func.attr}"]
     return [ast.unparse(call) for call in made if not {keyword.arg for keyword in call.keywords} & {"device", None}]
 
 

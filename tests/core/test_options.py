@@ -21,6 +21,7 @@ from accel.errors import fatal, logged, out_of_memory, reason_of
 from accel.patching.code import ClassCode
 from accel.patching.guard import Parts, PartsSnapshot, same
 from accel.patching.rule import Rule, Site
+from tests.core.test_package import every_node
 
 
 @pytest.mark.parametrize(
@@ -220,19 +221,24 @@ def test_one_helper_tells_what_to_do_after_an_error():
 HELPERS = {"reason_of", "logged", "set_aside", "fail"}  # fail: of benchmarks, where an error is a row
 
 
+def called(call: ast.Call) -> str | None:
+    """What stands in front of the brackets, behind the last dot."""
+    return getattr(call.func, "attr", getattr(call.func, "id", None))
+
+
 def silent(path: Path) -> list[int]:
     """Lines of handlers of every error that neither raise it nor hand it to a helper."""
     lines = []
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] == "suppress":
+    for node in every_node(path):
+        if isinstance(node, ast.Call) and called(node) == "suppress":
             lines += [node.lineno for kind in node.args if ast.unparse(kind) in ("Exception", "BaseException")]
         if isinstance(node, ast.ExceptHandler) and (
             node.type is None or ast.unparse(node.type) in ("Exception", "BaseException")
         ):
             inside = list(ast.walk(ast.Module(node.body, [])))
-            called = {ast.unparse(call.func).split(".")[-1] for call in inside if isinstance(call, ast.Call)}
+            helpers = {called(call) for call in inside if isinstance(call, ast.Call)} & HELPERS
             kept = any(isinstance(n, ast.Assign) and ast.unparse(n) == "self.error = error" for n in inside)
-            if not called & HELPERS and not kept and not any(isinstance(n, ast.Raise) for n in inside):
+            if not helpers and not kept and not any(isinstance(n, ast.Raise) for n in inside):
                 lines.append(node.lineno)
     return lines
 

@@ -45,12 +45,17 @@ def package_of(path: Path) -> list[str]:
     return list(path.parent.relative_to(base).parts)
 
 
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+
+
 def nodes(tree: ast.AST, into_functions: bool = True) -> Iterator[ast.AST]:
     """Every node below, or only those that run when the file is imported."""
-    for child in ast.iter_child_nodes(tree):
-        if into_functions or not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-            yield child
-            yield from nodes(child, into_functions)
+    waiting = [tree]  # a generator in a generator a level would take six times as long
+    while waiting:
+        for child in ast.iter_child_nodes(waiting.pop()):
+            if into_functions or not isinstance(child, FUNCTIONS):
+                yield child
+                waiting.append(child)
 
 
 @cache
@@ -59,10 +64,16 @@ def parsed(path: Path) -> ast.Module:
 
 
 @cache
+def every_node(path: Path) -> tuple[ast.AST, ...]:
+    """All that a file says, for several tests."""
+    return tuple(nodes(parsed(path)))
+
+
+@cache
 def imports(path: Path, into_functions: bool = True) -> frozenset[str]:
     """Every module a file imports, under its absolute name; inside functions too unless told otherwise."""
     found = set()
-    for node in nodes(parsed(path), into_functions):
+    for node in every_node(path) if into_functions else nodes(parsed(path), into_functions):
         if isinstance(node, ast.Import):
             found |= {name.name for name in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -169,12 +180,19 @@ def inside_of_library(name: str) -> bool:
     return len(rest) > 1 or is_file or any(part.startswith("_") for part in rest)
 
 
+def written_out(node: ast.AST) -> str:
+    """As ast.unparse has it, which takes many times as long for names with dots."""
+    if isinstance(node, ast.Attribute):
+        return f"{written_out(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ast.unparse(node)
+
+
 def spelled(path: Path) -> tuple[set[str], set[str]]:
     """Attributes that a file asks others for, also with the names before them, and whole strings in it."""
     attributes, strings = set(), set()
-    for node in nodes(parsed(path)):
-        if isinstance(node, ast.Attribute) and (dotted := ast.unparse(node)) != f"self.{node.attr}":
-            attributes |= {node.attr, dotted}
+    for node in every_node(path):
+        if isinstance(node, ast.Attribute) and (written := written_out(node)) != f"self.{node.attr}":
+            attributes |= {node.attr, written}
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             strings.add(node.value)
     return attributes, strings
@@ -248,7 +266,7 @@ def mutable_state(path: Path) -> list[str]:
 def test_no_mutable_module_state():
     every = files(ACCEL, KERNELS)
     assert not told({path: mutable_state(path) for path in every})
-    assert not told({path: [n.lineno for n in ast.walk(parsed(path)) if isinstance(n, ast.Global)] for path in every})
+    assert not told({path: [n.lineno for n in every_node(path) if isinstance(n, ast.Global)] for path in every})
 
 
 # Names that several files may give to what they hold at their top, and why. Any other means one thing in its package.
