@@ -1,5 +1,6 @@
 """Which objects are models and pipelines of diffusers and transformers, by names of base classes, without imports."""
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -79,5 +80,10 @@ def denoising_loops(pipe: Any) -> list[Any]:
 
 def _derives(obj: object, library: str, *names: str) -> bool:
     """Whether obj is of one of these classes of a library, or of one derived from it; imports nothing of it."""
-    found = ((one.__module__.partition(".")[0], one.__name__) for one in type(obj).__mro__)
-    return any(module == library and name in names for module, name in found)
+    return any(f"{library}.{name}" in _qualified_names(type(obj)) for name in names)
+
+
+@lru_cache(maxsize=256)  # whether a module is a model is asked for each, and again by every call of accel
+def _qualified_names(kind: type) -> frozenset[str]:
+    """The library and the name of a class and of all its bases."""
+    return frozenset(f"{one.__module__.partition('.')[0]}.{one.__name__}" for one in kind.__mro__)
