@@ -78,6 +78,7 @@ def test_every_configuration_is_counted():
 
 @pytest.mark.share(8)
 @pytest.mark.parametrize("name", MILLIONS)
+@pytest.mark.turns(2)
 def test_weights_are_of_the_published_sizes(name):
     """Built on the meta device, so that it costs nothing: the parameter counts everybody knows."""
     model = CASES[name].build(torch.device("meta"), torch.bfloat16)

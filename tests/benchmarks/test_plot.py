@@ -17,6 +17,7 @@ def draw(tmp_path):
     return lambda: main(tmp_path, tmp_path / "images")
 
 
+@pytest.mark.turns(2)
 def test_the_plot(tmp_path, draw):
 
     def figures(ms, rows=1):

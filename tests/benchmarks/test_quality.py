@@ -41,6 +41,7 @@ def test_a_toy_is_measured(toy, tmp_path):
     assert len(row["linears_db"]) == 14 and min(row["linears_db"].values()) > 35 and len(row["layers_db"]) == 2
 
 
+@pytest.mark.turns(2)
 def test_interrupted_runs_leave_what_they_have(toy, monkeypatch, tmp_path):
     def stop(*args):
         raise KeyboardInterrupt
@@ -52,6 +53,7 @@ def test_interrupted_runs_leave_what_they_have(toy, monkeypatch, tmp_path):
     assert "kv int8" in [row["way"] for row in left["rows"]] and left["as_run"] == [] and left["took_s"] > 0
 
 
+@pytest.mark.turns(2)
 def test_outliers_are_the_same_function_and_ruin_only_rounded_inputs():
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

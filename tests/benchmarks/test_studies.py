@@ -46,6 +46,7 @@ MORE = (
     ("name", "changes"),
     [("sd3", 12), *((name, 60 if EVERYTHING else 8) for name in (*HELD, *(MORE if EVERYTHING else ())))],
 )
+@pytest.mark.turns(2)
 def test_adapters_of_a_model_change_beside_stock(name, changes):
     """Also where a library, or accel, holds its weights in fewer bits."""
     for package in ("peft", *(package for format, package in NEEDS.items() if format in name)):

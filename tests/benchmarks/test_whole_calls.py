@@ -33,6 +33,7 @@ def test_kernels_are_grouped_by_their_names():
     assert {name: launches.group_of(name) for name in names} == names
 
 
+@pytest.mark.turns(2)
 def test_a_profile_has_what_each_variant_launches(tmp_path, monkeypatch, capsys):
     launches.main("tiny", tmp_path / "profile.json")
     found = json.loads((tmp_path / "profile.json").read_text())

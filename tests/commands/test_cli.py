@@ -55,6 +55,7 @@ def test_verify_a_pipeline():
     assert "passed: " in result.output
 
 
+@pytest.mark.turns(2)
 def test_verify_a_pipeline_with_a_transformer():
     result = run_command("verify", TRANSFORMER_DIGITS, *CALL, "--json")
     assert result.exit_code == 0, result.output
@@ -63,6 +64,7 @@ def test_verify_a_pipeline_with_a_transformer():
     assert quality["passed"] and set(quality["parts"]) == {"transformer", "vae.decoder", *encoders}
 
 
+@pytest.mark.turns(2)
 def test_verify_what_8_bits_lose():
     result = run_command("verify", TRANSFORMER_DIGITS, *CALL, "--json", "--weights", "int8", "--activations", "int8")
     assert result.exit_code == 0, result.output

@@ -48,6 +48,7 @@ def test_bench_refuses(arguments, message):
     assert result.exit_code == 2 and message in " ".join(result.output.replace("│", " ").split())
 
 
+@pytest.mark.turns(2)
 def test_bench_tiny_writes_json(tmp_path):
     output, figures = bench(tmp_path, "cpu-tiny.json", "tiny", "--seconds", "0.1")
     assert "speed-up" in output
@@ -66,6 +67,7 @@ def test_bench_tiny_writes_json(tmp_path):
     assert min(figures["ready"][key] for key in ("stock_first_call_s", "in_process_s")) > 0
 
 
+@pytest.mark.turns(2)
 def test_bench_with_activations_in_8_bits(tmp_path):
     given = ("--weights", "int8", "--activations", "int8", "--no-compile", "--seconds", "0.05")
     output, found = bench(tmp_path, "cpu-tiny-int8-activations-int8.json", "tiny", *given)
@@ -101,6 +103,7 @@ def test_bench_of_a_model_folder(tmp_path, part, options, shape):
 
 
 @pytest.mark.parametrize("arguments", [(DIGITS, *CALL), ("tiny", "--device", "cpu")], ids=str)
+@pytest.mark.turns(2)
 def test_bench_reports_no_figure_for_a_wrong_model(tmp_path, wrong_resnets, arguments):
     result = run_command("bench", *arguments, "--out", tmp_path)
     assert result.exit_code == 1
@@ -165,6 +168,7 @@ def few_tokens(monkeypatch):
         monkeypatch.setattr(f"accel.bench.adapters.{name}", few)
 
 
+@pytest.mark.turns(2)
 def test_bench_adapters_writes_json(tmp_path, few_tokens):
     pytest.importorskip("peft")
     asked = ("tiny-text", "--ranks", "4", "--counts", "2", "--rows", "4", "--budget", "0.05")
@@ -205,6 +209,7 @@ def test_bench_formats_writes_json(tmp_path, few_tokens):
     assert {"of_plain", "weights_mb", "peak_mb"} <= found.keys() and "failed" in row["formats"]["Q4_K"]
 
 
+@pytest.mark.turns(2)
 def test_bench_pictures_writes_json(tmp_path, monkeypatch):
     for name, few in (("NEW", 3), ("SEVERAL", 2), ("CALLS", 1)):
         monkeypatch.setattr(f"accel.bench.encoders.pictures.{name}", few)
@@ -215,6 +220,7 @@ def test_bench_pictures_writes_json(tmp_path, monkeypatch):
     assert all(row["pictures"][kind][way]["median_ms"] > 0 for kind in kinds[:3] for way in ("stock", "accel"))
 
 
+@pytest.mark.turns(2)
 def test_a_plan_is_told_before_anything_is_loaded():
     result = run_command("plan", "tiny", "--memory", "1GB", "--bus", "20")
     assert result.exit_code == 0, result.output

@@ -137,6 +137,7 @@ def terminal(monkeypatch):
     return run
 
 
+@pytest.mark.turns(2)
 def test_a_bar_counts_to_all_linears_of_all_layers(terminal, tmp_path, text, monkeypatch):
     """tiny-lm has six layers of seven."""
     told, shown = terminal(LM, "--calibration", text, "--out", tmp_path / "whole")
@@ -211,6 +212,7 @@ def test_what_does_not_fit_is_told_and_no_tokenizer_is_needed(tmp_path, without_
     assert not (tmp_path / "out" / "tokenizer.json").exists()
 
 
+@pytest.mark.turns(2)
 def test_layers_go_to_the_device_and_the_model_stays_on_the_cpu(tmp_path, text, monkeypatch):
     given = noted(
         monkeypatch, running, "quantize", lambda model, *args: (next(model.parameters()).device.type, args[-1])

@@ -46,6 +46,7 @@ def test_a_name_is_a_type_or_the_beginning_of_some():
     assert "llama" in coverage.find_classes(["llama"])["LlamaForCausalLM"]  # with all other types of that class
 
 
+@pytest.mark.turns(2)
 def test_encoders_are_of_several_kinds():
     names = {"BertModel": "whole", "FNetModel": "stock", "LEDForConditionalGeneration": "part", "ViTModel": "whole"}
     rows = []

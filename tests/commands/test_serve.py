@@ -21,6 +21,7 @@ pytest.importorskip("uvicorn")
 # -- answers -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.turns(2)
 def test_completions_and_chats_are_those_of_the_model(server, stock):
     from accel.llm.batching.manager import BatchManager
 
@@ -178,6 +179,7 @@ def test_a_prompt_longer_than_the_model(server, stock, call):
     settled(server)
 
 
+@pytest.mark.turns(2)
 def test_an_id_twice(server, stock):
     headers = {"extra_headers": {"x-request-id": "twice"}}
     first = server.client.completions.create(

@@ -82,6 +82,7 @@ WAYS = (copied, with_its_dict, replica)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("made", MADE)
 @pytest.mark.share(1)
+@pytest.mark.turns(2)
 def test_a_copy_computes_with_what_it_holds(made, way):
     model, inputs, head = made()
     stock = copy.deepcopy(model)

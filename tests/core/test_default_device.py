@@ -53,6 +53,7 @@ def vae_call(model):
     ],
     ids=["llama", "alibi", "experts", "int8", "unet", "vae"],
 )
+@pytest.mark.turns(2)
 def test_models_are_optimized_alike(model, options, call):
     stock = model()
     ours, plain = copy.deepcopy(stock), accel.optimize(copy.deepcopy(stock), cpu="fuse", **options)

@@ -83,6 +83,7 @@ def imported(tmp_path_factory):
     return json.loads(python(IMPORTING, PYTHONPATH=path))
 
 
+@pytest.mark.turns(2)
 def test_importing_accel_is_light_and_brings_its_errors(imported):
     assert not set(imported["new"]) & {"transformers", "diffusers", "triton", "accelerate", "typer", "PIL", "xformers"}
     assert not imported["cuda"]

@@ -98,6 +98,7 @@ def test_ray_serve(run):
     assert len(re.findall(r"^I am s.+\.$", printed, re.M)) == 16  # Ray prints beside
 
 
+@pytest.mark.turns(2)
 def test_image_to_image(run, tmp_path):
     printed = run("image_to_image.py")
     assert int(re.search(r"from the new pipeline: (\d+)", printed)[1]) > 50
@@ -106,6 +107,7 @@ def test_image_to_image(run, tmp_path):
     assert three.read_bytes() != eight.read_bytes()
 
 
+@pytest.mark.turns(2)
 def test_controlnet(run):
     printed = run("controlnet.py")
     moved, apart = (float(re.search(rf"{words} ([\d.e+-]+)", printed)[1]) for words in ("image by", "same hint:"))
@@ -134,6 +136,7 @@ def test_chat(run):
     assert kept[1] >= read[0] and kept[2] >= read[1]  # a turn keeps at least all that the turn before had to read
 
 
+@pytest.mark.turns(2)
 def test_streaming(run):
     printed = run("streaming.py")
     assert printed.startswith("The carriage was at the door, and")
@@ -159,6 +162,7 @@ def test_quantize_and_save(run, tmp_path):
     assert (tmp_path / "tiny-lm-int4" / "tokenizer.json").is_file()
 
 
+@pytest.mark.turns(2)
 def test_load_quantized(run):
     run("quantize_and_save.py", "--scheme", "int8", "--out", "tiny-lm-int8")
     printed = run("load_quantized.py", "--model", "tiny-lm-int8")
@@ -166,6 +170,7 @@ def test_load_quantized(run):
     assert "sites patched" in printed and float(re.search(r"([\d.]+) MB in memory", printed)[1]) < 5
 
 
+@pytest.mark.turns(2)
 def test_kv_int8_long_context(run):
     printed = run("kv_int8_long_context.py")
     assert "keys and values in int8: 864 bytes a token instead of 3072" in printed

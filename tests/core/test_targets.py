@@ -68,6 +68,7 @@ def same_state(before: list[dict], after: list[dict]) -> None:
 @pytest.mark.parametrize("name", TARGETS)
 @pytest.mark.share(4)
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.turns(2)
 def test_what_holds_models(name, alone, calls, loops):
     count, make_target = TARGETS[name]
     (obj, call), (stock, _) = make_target(), make_target()
@@ -255,6 +256,7 @@ def test_what_is_around_a_model_is_verified_and_quantized():
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.turns(2)
 def test_blocks_of_a_modular_pipeline_are_copied_without_its_models():
     pipe, call = TARGETS["modular pipeline"][1]()
     with torch.no_grad():
@@ -298,6 +300,7 @@ LATER = {
 @pytest.mark.parametrize("name", sorted(TASKS.keys() & SUPPORTED_TASKS.keys()))
 @pytest.mark.share(8)
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.turns(2)
 def test_every_task_of_the_pipelines_of_transformers(name, calls):
     def answer():
         torch.manual_seed(0)

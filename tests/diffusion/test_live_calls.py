@@ -27,6 +27,7 @@ def pipeline(request):
 
 
 @pytest.mark.share(2)
+@pytest.mark.turns(2)
 def test_every_kind_of_call_after_every_other(pipeline, live, calls):
     """Without ACCEL_TEST_EVERYTHING=1 every third kind, of one pipeline."""
     kinds = calls.CALLS | (SDXL if hasattr(pipeline, "text_encoder_2") else {})
@@ -122,6 +123,7 @@ def test_what_a_block_that_ran_stock_left_behind_is_not_used(tiny):
         torch.testing.assert_close(model(**inputs).sample, twin(**inputs).sample)
 
 
+@pytest.mark.turns(2)
 def test_two_threads_on_pipelines_that_share_their_models(pipe, live, calls):
     """A pipeline of diffusers is not for two threads, since its scheduler counts steps; its models are."""
     pair = pipe, live.second_pipeline(pipe, None)
@@ -147,6 +149,7 @@ def held() -> tuple[int, int]:
     return len(objects), sum(t.untyped_storage().nbytes() for t in objects if type(t) is torch.Tensor)
 
 
+@pytest.mark.turns(2)
 def test_many_calls_of_eight_sizes_hold_nothing(tiny, few_objects):
     model = tiny.unet()
     sizes = [tiny.inputs(model, height=4 + 4 * (i % 4), width=4 + 4 * (i // 4)) for i in range(8)]

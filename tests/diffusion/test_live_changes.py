@@ -102,6 +102,7 @@ def test_stock_and_ours_agree_after_every_change(request, change, pipeline, end,
     restored(ours, stock, live, tiny, call)
 
 
+@pytest.mark.turns(2)
 def test_a_vae_that_is_cast_up_and_down_again_at_every_call(sdxl_pipe, live, tiny):
     """What SDXL pipelines in half precision do with VAEs that overflow in it."""
     sdxl_pipe.to(torch.float16)
@@ -156,6 +157,7 @@ def test_a_compiled_unet_in_the_place_of_the_unet(sdxl_pipe, live, tiny, first):
     torch.compiler.reset()
 
 
+@pytest.mark.turns(2)
 def test_compiled_blocks_inside_an_optimized_unet(sdxl_pipe, live):
     wanted = live.draw(sdxl_pipe)
     accel.optimize(sdxl_pipe)
@@ -166,6 +168,7 @@ def test_compiled_blocks_inside_an_optimized_unet(sdxl_pipe, live):
     torch.compiler.reset()
 
 
+@pytest.mark.turns(2)
 def test_two_pipelines_with_one_unet_optimized_and_restored_by_either(pipe, live):
     other = live.second_pipeline(pipe, None)
     stock = [live.draw(p) for p in (pipe, other)]

@@ -34,6 +34,7 @@ def test_the_reader_reads_real_digits(digits):
     assert (read == labels).mean() > 0.97
 
 
+@pytest.mark.turns(2)
 def test_digits_can_be_read_from_both(pipeline, digits):
     steps = 20 if hasattr(pipeline, "unet") else 4
     stock = draw(pipeline, digits.PROMPTS, steps=steps)
@@ -68,6 +69,7 @@ CALLS = {
 
 @pytest.mark.share(6)
 @pytest.mark.parametrize("name", CALLS)
+@pytest.mark.turns(2)
 def test_every_way_of_calling(dit, name):
     call = {"steps": 2} | CALLS[name]
     if "mu" in call:

@@ -45,6 +45,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("make", "options", "told"), REFUSED, ids=lambda one: getattr(one, "__name__", str(one)))
 @pytest.mark.share(1)
+@pytest.mark.turns(2)
 def test_refused(make, options, told, tiny):
     model = make()
     before = tiny.snapshot(model)

@@ -71,6 +71,7 @@ WRONG = [  # a model, what one of its blocks gives, and what is said
 
 @pytest.mark.parametrize(("part", "factor", "said"), WRONG)
 @pytest.mark.share(1)
+@pytest.mark.turns(2)
 def test_a_wrong_block_fails_and_is_named(pipe, monkeypatch, part, factor, said):
     accel.optimize(pipe)
     spoil(monkeypatch, attrgetter(part)(pipe), lambda result: factor * result)
@@ -113,6 +114,7 @@ def test_an_error_in_the_middle_of_the_loop_alone_fails_the_whole_image(pipe, mo
     assert not quality.passed and quality.verdict.startswith("FAILED: relative RMS from stock")
 
 
+@pytest.mark.turns(2)
 def test_drift_is_measured_where_it_can_be_seen(pipe):
     accel.optimize(pipe.to(torch.bfloat16))
     quality = accel.verify(pipe, PROMPT, num_inference_steps=12, guidance_scale=15.0)
@@ -162,6 +164,7 @@ def test_hooks_of_the_user_count_once(pipe):
     assert part.passed and part.measure == "relative RMS from full precision" and part.allowed < 1e-4
 
 
+@pytest.mark.turns(2)
 def test_without_arguments(pipe):
     from diffusers import StableDiffusionImg2ImgPipeline
 

@@ -55,6 +55,7 @@ def told():
 
 
 @pytest.mark.parametrize("statement", SETTINGS)
+@pytest.mark.turns(2)
 def test_settings_of_either_way(told, statement):
     found, inside, before, after = told[statement]
     assert tuple(found) == SETTINGS[statement]

@@ -56,6 +56,7 @@ SMALL = [
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the compiled kernels")
 @pytest.mark.parametrize("op, case, dtype", SMALL)
 @pytest.mark.share(1)
+@pytest.mark.turns(2)
 def test_kernel_is_as_good_as_torch(op, case, dtype, as_good_as_torch):
     args, kwargs = case.make(torch.device("cpu"), dtype)
     if dtype != torch.bfloat16 and op.supports(*args, **kwargs) is not None:
@@ -91,6 +92,7 @@ ALONE = [
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the compiled kernels")
 @pytest.mark.parametrize(("name", "case"), ALONE)
 @pytest.mark.share(1)
+@pytest.mark.turns(2)
 def test_what_no_other_row_shows(name, case, as_good_as_torch):
     op = next(op for op in OPS if op.name == name)
     make = next(one for one in op.cases if one.name == case).make
@@ -225,6 +227,7 @@ def test_the_reference_of_group_norm_is_as_exact_in_every_layout(shape, layout):
     ids=str,
 )
 @pytest.mark.share(3)
+@pytest.mark.turns(2)
 def test_moments_taken_while_writing_serve_the_norm(name, height, dtype):
     """Just large enough for channel stats to be taken."""
     ops = {op.name: op for op in OPS}
@@ -269,6 +272,7 @@ BY_TABLE = [c for n, c in enumerate(ATTEND) if EVERYTHING or (c not in BY_ADDRES
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the compiled kernels")
 @pytest.mark.parametrize("case", BY_TABLE, ids=lambda case: case.name)
 @pytest.mark.share(8)
+@pytest.mark.turns(2)
 def test_new_keys_and_values_are_stored_where_the_table_says_and_nowhere_else(case):
     op = next(op for op in OPS if op.name == "paged_attention")
     (*qkv, theirs, scale), kwargs = case.make(torch.device("cpu"), torch.float32)

@@ -28,6 +28,7 @@ def optimized(name: str = "mixtral", dtype: torch.dtype = torch.bfloat16, **opti
 
 @pytest.mark.parametrize("seed", [*range(6), 11])
 @pytest.mark.share(8)
+@pytest.mark.turns(2)
 def test_where_rounding_sends_tokens_is_not_judged(seed):
     """Judged by every token, with no routing for both, 1 and 11 failed; with ours and stock exchanged others would."""
     ours = optimized(weights="int8")
@@ -138,6 +139,7 @@ DEEP = {"an alpha": other_alpha, "no biases": biases_left_out}  # in many layers
 @pytest.mark.parametrize(("dtype", "weights"), [(torch.bfloat16, "int8"), (torch.float32, None)], ids=str)
 @pytest.mark.parametrize("name", [*WRONG, *DEEP])
 @pytest.mark.share(6)
+@pytest.mark.turns(2)
 def test_what_is_wrong_fails_where_it_is(name, dtype, weights, monkeypatch):
     deep = (ExpertsForward, DEEP.get(name), ["prompt", "decode", "each expert"])
     owner, wrong, parts = WRONG.get(name, deep)

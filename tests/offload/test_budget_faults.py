@@ -264,6 +264,7 @@ def test_it_is_saved_as_it_is_and_what_changes_shape_in_place_is_seen(tmp_path):
 
 
 @torch.no_grad()
+@pytest.mark.turns(2)
 def test_another_offload_on_top_brings_what_streamed(tmp_path):
     model, call = flux()
     before, wanted = stored(model), call(accel.optimize(copy.deepcopy(model)))
@@ -323,6 +324,7 @@ def test_blocks_that_change_places_are_followed():
 
 @pytest.mark.parametrize("change", ["shared", "removed"])
 @torch.no_grad()
+@pytest.mark.turns(2)
 def test_hooks_of_a_pipeline_that_others_take_off(sdxl_pipe, live, monkeypatch, change):
     """By another pipeline of the same models too."""
     monkeypatch.setattr(tiling, "PLANES", 0)

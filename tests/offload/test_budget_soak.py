@@ -84,6 +84,7 @@ class Soak:
 @pytest.mark.parametrize("make", [flux, llama])
 @pytest.mark.parametrize("seed", range(5 if EVERYTHING else 1))
 @torch.no_grad()
+@pytest.mark.turns(2)
 def test_any_order_of_changes(make, seed, streaming):
     soak = Soak(make, seed)
     changes = [soak.optimize, soak.optimize, soak.restore, soak.adapt, soak.edit, soak.cast, soak.copied, soak.reload]

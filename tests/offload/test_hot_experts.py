@@ -48,6 +48,7 @@ def test_a_plan_counts_the_experts_that_stay():
 
 @pytest.mark.parametrize(("name", "weights"), [("qwen3-moe", "int4-g32"), ("mixtral", None), ("gpt-oss", None)])
 @torch.no_grad()
+@pytest.mark.turns(2)
 def test_the_hottest_experts_are_on_the_card(name, weights, monkeypatch):
     """And every expert is where the table of places says."""
     twin, call = mixture(name, weights)

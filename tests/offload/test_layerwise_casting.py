@@ -32,6 +32,7 @@ def stored(model):
 @pytest.mark.parametrize("before", [False, True])
 @pytest.mark.parametrize("kind", ["sd15", "sdxl", "scale-shift", "vae"])
 @pytest.mark.share(1)
+@pytest.mark.turns(2)
 def test_blocks_run_fused_over_stored_weights(tiny, kind, before):
     model = tiny.vae() if kind == "vae" else tiny.unet(kind)
     inputs = {"sample": torch.randn(1, 3, 8, 8)} if kind == "vae" else tiny.inputs(model)

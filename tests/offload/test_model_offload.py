@@ -174,6 +174,7 @@ class Pipe:
 
 @pytest.mark.parametrize("removed", [False, True])
 @pytest.mark.share(1)
+@pytest.mark.turns(2)
 def test_hooks_of_accelerate_move_by_us_and_leave_graphs_possible(tiny, removed):
     model = tiny.unet()
     inputs = tiny.inputs(model)

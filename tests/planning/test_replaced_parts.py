@@ -107,6 +107,7 @@ def test_the_one_that_was_there_is_restored(sdxl_pipe, tiny, quietly):
     assert set(vars(pipe)) == attributes and PLAN not in vars(old)
 
 
+@pytest.mark.turns(2)
 def test_all_that_were_there_are(sdxl_pipe, quietly):
     pipe, held = sdxl_pipe, []
     for _ in range(3):
@@ -160,6 +161,7 @@ def test_one_that_another_optimized_pipeline_uses_stays_so(sdxl_pipe, first):
 @pytest.mark.parametrize(
     "copied", [copy.deepcopy, lambda pipe: pickle.loads(pickle.dumps(pipe))], ids=["copy", "pickle"]
 )
+@pytest.mark.turns(2)
 def test_a_copy_knows_its_own(sdxl_pipe, copied, quietly):
     accel.optimize(sdxl_pipe)
     former, sdxl_pipe.unet = sdxl_pipe.unet, make_plain(sdxl_pipe.unet)

@@ -22,6 +22,7 @@ def written(stock, text, most=12):
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.share(2)
+@pytest.mark.turns(2)
 def test_many_requests_are_answered_by_both(front, pool, stock, stream):
     with ThreadPoolExecutor(8) as clients:
         found = list(clients.map(lambda text: complete(front, text, stream=stream), TEXTS * 2))
@@ -95,6 +96,7 @@ def test_a_prompt_longer_than_the_model(front, stock, stream):
     assert "where a request may come to 512" in refused.value.response.json()["detail"]
 
 
+@pytest.mark.turns(2)
 def test_an_id_twice(front, pool, stock):
     given = {"model": front._model_manager.force_model, "prompt": "The", "max_tokens": 80, "temperature": 0}
     headers = {"extra_headers": {"x-request-id": "twice"}}

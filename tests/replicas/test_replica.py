@@ -25,6 +25,7 @@ async def pieces(replica, asked):
 
 
 @pytest.mark.parametrize("streaming", [True, False])
+@pytest.mark.turns(2)
 def test_an_answer_is_the_models(replicas, stock, within, streaming):
     found = within(pieces(replicas[0], question(stock, streaming)))
     assert [token for piece in found for token in piece.tokens] == stock(TEXT, 12)

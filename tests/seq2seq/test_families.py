@@ -45,6 +45,7 @@ def test_other_families_are_known_by_what_they_hold(name, steps, attended, monke
 
 
 @pytest.mark.parametrize("padded", [None, 6])
+@pytest.mark.turns(2)
 def test_moonshine_whose_encoder_gives_a_mask_too(padded, steps, attended, monkeypatch):
     monkeypatch.setitem(MAKES, "Moonshine", lambda: moonshine(padded))
     model, stock = optimized("Moonshine")
@@ -78,6 +79,7 @@ def test_speech_whose_mask_is_of_frames(make, steps, attended, monkeypatch):
 
 
 @torch.no_grad()
+@pytest.mark.turns(2)
 def test_windows_that_a_text_has_not_passed(steps, monkeypatch):
     monkeypatch.setitem(MAKES, "T5Gemma", gemmas)
     model, stock = optimized("T5Gemma")

@@ -42,6 +42,7 @@ LONG = torch.arange(3, 27).view(2, 12)
 UNTOLD = torch.tensor([[2, 0, 6], [0, 3, 9]])  # padding, that some models have positions go by
 
 
+@pytest.mark.turns(2)
 def test_tokens_are_those_of_stock(family, steps, attended, monkeypatch):
     model, stock = optimized(family)
     ran, loops = steps(), noted(monkeypatch, MemoryLoop, "run", lambda loop: loop.fused)
@@ -67,6 +68,7 @@ def test_tokens_are_those_of_stock(family, steps, attended, monkeypatch):
     assert not fallbacks(model) and loops == [True] * 5
 
 
+@pytest.mark.turns(2)
 def test_the_memory_read_as_a_store_gives_the_same(family, monkeypatch):
     """As on a GPU, where nothing but two numbers of a store, and masks, change from step to step."""
     model, stock = optimized(family)
@@ -109,6 +111,7 @@ def test_layers_that_somebody_looks_at_run_their_own_code_and_it_is_told(steps, 
 
 
 @pytest.mark.parametrize("change", always(["exchanged", "removed", "doubled"], "doubled"))
+@pytest.mark.turns(2)
 def test_layers_that_are_others_now_run_their_own_code_and_it_is_told(change, steps, attended):
     model, stock = optimized("Bart")
     ran, other = steps(), copy.deepcopy(stock.model.decoder.layers[change != "doubled"])  # to the same place of a cache
@@ -175,6 +178,7 @@ def test_a_cache_of_the_callers_ends_where_stocks_does(monkeypatch):
 
 
 @pytest.mark.parametrize("family", ["Bart", "T5"])
+@pytest.mark.turns(2)
 def test_more_tokens_than_there_is_room_for(family, steps):
     model, stock = optimized(family)
     ran = steps()
@@ -182,6 +186,7 @@ def test_more_tokens_than_there_is_room_for(family, steps):
     assert len(ran) == 150 and not fallbacks(model)
 
 
+@pytest.mark.turns(2)
 def test_a_step_that_is_written_down_once_serves_every_text(family, monkeypatch):
     """As a CUDA graph does: of a step only its operations are kept, and what they are given."""
     model, stock = optimized(family)
@@ -300,6 +305,7 @@ class Unknown(t.LogitsProcessor):
         return scores
 
 
+@pytest.mark.turns(2)
 def test_the_model_is_compared_every_few_steps_where_no_code_of_the_users_runs(monkeypatch):
     model, stock = optimized("T5")
     looked = noted(monkeypatch, Fingerprint, "holds", lambda *_: 1)

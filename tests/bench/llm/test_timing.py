@@ -30,6 +30,7 @@ def bench(tmp_path, *arguments):
 @pytest.mark.parametrize(
     ("options", "loses"), [((), False), (("--weights", "int8", "--activations", "int8", "--kv-cache", "int8"), True)]
 )
+@pytest.mark.turns(2)
 def test_a_whole_run(tmp_path, monkeypatch, options, loses):
     monkeypatch.setattr(generate, "PROMPT", 64)
     steps = generate._in_turns  # on a busy host the difference of two calls may come out below zero

@@ -25,6 +25,7 @@ def short(monkeypatch):
 
 @pytest.mark.share(12)
 @pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.turns(2)
 def test_it_runs_stock_and_with_accel(name):
     script = SCRIPTS[name]
     if reason := script.missing(TINY):
@@ -144,6 +145,7 @@ def test_rows_of_other_scripts_stay_in_the_file_and_the_least_is_of_all(monkeypa
     assert "least 0.50x, first" in results.rows_table(found["rows"]).title
 
 
+@pytest.mark.turns(2)
 def test_the_plot(monkeypatch, tmp_path):
     pytest.importorskip("matplotlib")
     result, _ = run([Fake(monkeypatch).script(name) for name in ("one", "two")])

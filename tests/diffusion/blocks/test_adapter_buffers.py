@@ -72,6 +72,7 @@ def test_adapters_are_known_whatever_dtype_is_the_default(tiny):
 
 @pytest.mark.parametrize("family", ["sd15", "sdxl"])
 @pytest.mark.share(2)
+@pytest.mark.turns(2)
 def test_a_switch_fills_the_same_buffers(family, tiny):
     stock = tiny.unet(family)
     ours, inputs, buffers = copy.deepcopy(stock), tiny.inputs(stock), AdapterBuffers()

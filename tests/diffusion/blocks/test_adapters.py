@@ -64,6 +64,7 @@ def put_on(unet, kind, seed=5, name="default"):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", ["sd15", "sdxl"])
 @pytest.mark.share(12)
+@pytest.mark.turns(2)
 def test_every_kind(family, kind, after, tiny, ran, monkeypatch):
     stock = tiny.unet(family)
     inputs, plain = tiny.inputs(stock), run(stock, tiny.inputs(stock))
@@ -92,6 +93,7 @@ def test_every_kind(family, kind, after, tiny, ran, monkeypatch):
 
 
 @pytest.mark.parametrize("family", ["sd15", "sdxl"])
+@pytest.mark.turns(2)
 def test_adapters_are_switched_scaled_merged_and_taken_off(family, tiny, ran):
     stock = tiny.unet(family)
     inputs, ours = tiny.inputs(stock), accel.optimize(copy.deepcopy(stock))

@@ -79,6 +79,7 @@ def test_optimize_fires_no_hooks_and_calls_fire_all(tiny):
 
 @pytest.mark.parametrize("kind", ["unet", "vae"])
 @pytest.mark.share(2)
+@pytest.mark.turns(2)
 def test_a_hook_on_any_one_module_fires(tiny, kind):
     model = tiny.unet() if kind == "unet" else tiny.vae()
     twin = copy.deepcopy(model)

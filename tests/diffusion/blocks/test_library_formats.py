@@ -13,6 +13,7 @@ from support.diffusion.outputs import close, in_dtype, run
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.share(4)
+@pytest.mark.turns(2)
 def test_unets(format, after, tiny):
     dtype = torch.bfloat16
     sizes = {"block_out_channels": (64, 128), "norm_num_groups": 8, "cross_attention_dim": 64}

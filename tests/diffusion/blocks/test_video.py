@@ -72,6 +72,7 @@ def test_decoded_and_encoded_as_stock_does(pair, family):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.share(5)
+@pytest.mark.turns(2)
 def test_in_16_bits_the_error_is_at_most_twice_stocks(family, dtype):
     exact = make_video(family)
     z = latents(exact).to(dtype)
@@ -100,6 +101,7 @@ def test_in_channels_last_weights(pair):
 
 
 @pytest.mark.parametrize("family", ["wan", "ltx", "hunyuan"], indirect=True)
+@pytest.mark.turns(2)
 def test_with_the_kernels_as_on_a_gpu(pair, family, monkeypatch):
     """Tensors that claim to be on a GPU, and kernels in Triton's interpreter: channels-last, biases added by passes."""
     pytest.importorskip("triton")

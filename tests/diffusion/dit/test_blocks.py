@@ -79,6 +79,7 @@ def made(name):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.share(24)
 @pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.turns(2)
 def test_blocks_of_a_class(name, runs, tiny):
     model, given = made(name)
     stock = copy.deepcopy(model)

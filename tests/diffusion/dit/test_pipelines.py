@@ -29,6 +29,7 @@ def drawn(pipeline, given):
 @pytest.mark.share(12)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", PIPELINES)
+@pytest.mark.turns(2)
 def test_a_pipeline_draws_what_stock_draws(name, monkeypatch):
     runs, run = [], Executable.__call__
     monkeypatch.setattr(Executable, "__call__", lambda self, *given: runs.append(1) or run(self, *given))

@@ -100,6 +100,7 @@ def test_on_and_off_where_the_originals_were_not_kept(unet_and_inputs):
     ids=str,
 )
 @pytest.mark.share(2)
+@pytest.mark.turns(2)
 def test_verify_tells_the_loss_and_judges_products(kind, dtype, unet_and_inputs):
     model, inputs = unet_and_inputs("sdxl", dtype)
     inputs = in_dtype(inputs, dtype)

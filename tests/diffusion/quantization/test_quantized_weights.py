@@ -36,6 +36,7 @@ WAYS = [
 @pytest.mark.parametrize(("weights", "activations"), WAYS)
 @pytest.mark.parametrize("name", [*UNETS, *DITS])
 @pytest.mark.share(24)
+@pytest.mark.turns(2)
 def test_equals_stock_over_its_weights_and_rows(name, weights, activations, tiny, unet_and_inputs, in_double):
     """In float64 where rows are rounded: rounding before it would put numbers next to a half to the other side."""
     rounds = activations is not None
@@ -74,6 +75,7 @@ def test_a_linear_without_inputs_is_left_alone():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", ["sd15", "sdxl"])
 @pytest.mark.share(2)
+@pytest.mark.turns(2)
 def test_in_half_precision_as_near_to_the_truth_as_stock(name, dtype, tiny, unet):
     stock = unet(name).to(dtype)
     model = accel.optimize(copy.deepcopy(stock), weights="int8")
@@ -84,6 +86,7 @@ def test_in_half_precision_as_near_to_the_truth_as_stock(name, dtype, tiny, unet
 
 
 @pytest.mark.share(3)
+@pytest.mark.turns(2)
 def test_everything_that_is_fused_takes_quantized_linears(family, unet):
     plain, model = accel.optimize(unet(family)), accel.optimize(unet(family), weights="int8")
     assert {rule: sites(model, rule) for rule in FUSED} == {rule: sites(plain, rule) for rule in FUSED}
@@ -120,6 +123,7 @@ SHARES = {"sd15": 0.84, "sdxl": 0.57, "pixart": 0.51, "zimage": 0.51, "flux": 0.
 # docs/measurements/quantization.md says so.
 @pytest.mark.share(2)
 @pytest.mark.parametrize("name", SHARES)
+@pytest.mark.turns(2)
 def test_what_published_models_become(name):
     model = CASES[name].build(torch.device("meta"), torch.bfloat16)
     assert denoises(model)

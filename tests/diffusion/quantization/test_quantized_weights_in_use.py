@@ -49,6 +49,7 @@ def test_without_the_originals(tiny, unet, tmp_path):
 
 
 @pytest.mark.parametrize("activations", [None, "int8"])
+@pytest.mark.turns(2)
 def test_lora_on_top(activations, unet_and_inputs, in_double):
     peft = pytest.importorskip("peft")
     stock, inputs = unet_and_inputs("sdxl")
@@ -146,6 +147,7 @@ def test_offloaded_before_it_is_left_alone_and_says_so(tiny, unet):
     ids=str,
 )
 @pytest.mark.share(12)
+@pytest.mark.turns(2)
 def test_digits_stay_the_same(chosen, told, pipe, digits, ten_digits, stock_digits):
     from diffusers.image_processor import VaeImageProcessor
 
@@ -184,6 +186,7 @@ def test_verify_judges_the_model_and_tells_the_rest(request, pipeline, activatio
     assert any(type(module) is QuantizedLinear for module in getattr(pipe, name).modules())
 
 
+@pytest.mark.turns(2)
 def test_a_pipeline_is_saved_and_quantized_anew(pipe, tmp_path, tiny):
     from diffusers import DiffusionPipeline
 

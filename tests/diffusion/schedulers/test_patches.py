@@ -65,6 +65,7 @@ def test_it_is_still_that_scheduler(name, tmp_path):
     assert vars(scheduler) == before and all(vars(scheduler)[key] is before[key] for key in before)
 
 
+@pytest.mark.turns(2)
 def test_what_is_not_known_stays_stock(pipe):
     for scheduler, reason in foreign_schedulers():
         pipe.scheduler = scheduler

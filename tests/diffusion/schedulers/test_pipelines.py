@@ -37,6 +37,7 @@ def loops(pipe) -> int:
     return vars(pipe)["progress_bar"].context.of(DenoisingLoop).number
 
 
+@pytest.mark.turns(2)
 def test_a_pipeline_is_optimized_and_restored_with_its_scheduler(pipe):
     draw(pipe)  # which leaves settings of the call in the pipeline, optimized or not
     before = dict(vars(pipe)), dict(vars(pipe.scheduler))
@@ -169,6 +170,7 @@ def check(got, wanted, scheduler, dtype=torch.float32, **call):
 
 @pytest.mark.parametrize(("name", "case"), all_cases(), ids=label)
 @pytest.mark.share(12)
+@pytest.mark.turns(2)
 def test_every_option(name, case):
     config, call = split(case)
     scheduler = make(name, **config)

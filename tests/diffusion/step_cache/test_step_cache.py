@@ -69,6 +69,7 @@ def test_unets_of_other_families(tiny, step_oracle):
     ("pair", "weights"), [(UNET, None), (FLUX, None), ("WanTransformer3DModel", "int8")], indirect=["pair"]
 )
 @pytest.mark.share(1)
+@pytest.mark.turns(2)
 def test_whole_calls_are_those_of_accel_without_it(pair, weights):
     model, _, calls = pair
     if weights:

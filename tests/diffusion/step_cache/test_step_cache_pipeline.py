@@ -33,6 +33,7 @@ def scheduled(pipe, name):
 
 @pytest.mark.parametrize("optimized", ["both", "one"])
 @pytest.mark.share(2)
+@pytest.mark.turns(2)
 def test_two_threads_on_pipelines_that_share_a_unet_draw_what_they_draw_alone(pipe, live, calls, optimized):
     """Their steps alternate; conditions are embeddings, as a tokenizer is not for two threads."""
     pair = pipe, live.second_pipeline(pipe, None)
@@ -81,12 +82,14 @@ def test_sdxl_equals_the_oracle(sdxl_pipe):
     assert follows(sdxl_pipe, 2, [{"height": 32, "width": 48}] * 2) == []
 
 
+@pytest.mark.turns(2)
 def test_a_controlnet_pipeline_equals_the_oracle(pipe, live, tmp_path):
     steered = live.derived("ControlNet", controlnet=live.controlnet)(pipe, tmp_path)
     assert follows(steered, 3, [{"image": live.page()}] * 2) == []
 
 
 @pytest.mark.share(15)
+@pytest.mark.turns(2)
 def test_equals_the_oracle_after_every_change(pipe, change, live, tmp_path):
     if change.cpu or change.name == "model-offload":
         pytest.skip(change.cpu or "from CPU to CPU, accelerate copies prompt and timestep at every step: all are whole")
@@ -125,6 +128,7 @@ def test_every_call_of_the_pipeline_starts_anew(pipe):
         same(image, one_step(stock, latent))
 
 
+@pytest.mark.turns(2)
 def test_loops_that_nobody_announces(pipe):
     """Of the UNet alone, and of a pipeline that was made from an optimized one."""
     from diffusers import StableDiffusionImg2ImgPipeline
@@ -259,6 +263,7 @@ def test_timesteps_of_tokens():
     assert late.follows(early) is True and early.follows(late) is None
 
 
+@pytest.mark.turns(2)
 def test_image_to_image_and_skipped_layers_share_the_cache(dit):
     from diffusers import StableDiffusion3Img2ImgPipeline
 

@@ -36,6 +36,7 @@ def test_the_loss_grows_with_the_interval_and_digits_stay_readable(pipeline, dig
     assert np.array_equal(draw(accel.restore(pipeline), steps=3), few)
 
 
+@pytest.mark.turns(2)
 def test_the_report_and_verify_call_it_lossy(pipeline):
     accel.optimize(pipeline, step_cache=2)
     assert row(pipeline)[2] == "patched" and row(pipeline)[3].startswith("lossy: deep layers run in one call of 2")
@@ -51,6 +52,7 @@ def test_the_report_and_verify_call_it_lossy(pipeline):
 
 @pytest.mark.parametrize(("steps", "seeds"), [(10, (0,)), pytest.param(50, (0, 1), marks=pytest.mark.skipif(
     not EVERYTHING, reason="seconds of work; ACCEL_TEST_EVERYTHING=1 runs it"))])  # fmt: skip
+@pytest.mark.turns(2)
 def test_a_quality_finds_the_longest_interval_that_keeps_it(dit, pipe, monkeypatch, steps, seeds):
     """By as many images and steps as are compared here; of a UNet with all that a user gets."""
     pipe, least = (pipe, 36) if steps == 50 else (dit, 20)
@@ -93,6 +95,7 @@ def few_steps(monkeypatch):
     )
 
 
+@pytest.mark.turns(2)
 def test_a_quality_that_no_interval_keeps(pipe, monkeypatch, few_steps):
     monkeypatch.setattr(step_cache_budget, "SEEDS", (0,))  # either image is worse than that
     without = draw(accel.optimize(pipe))
@@ -106,6 +109,7 @@ def test_a_quality_that_no_interval_keeps(pipe, monkeypatch, few_steps):
         accel.optimize(pipe, step_cache="90 dB", strict=True, graphs="auto")
 
 
+@pytest.mark.turns(2)
 def test_a_quality_needs_a_pipeline_that_draws_from_a_text(pipe, tiny, few_steps):
     from diffusers import StableDiffusionImg2ImgPipeline
 

@@ -24,6 +24,7 @@ from support.diffusion.oracles import STEPS, agree, loop, reasons
     ids=["elements", "ints", "floats", "tensors", "expanded", "inversion"],
 )
 @pytest.mark.share(3)
+@pytest.mark.turns(2)
 def test_kinds_of_timesteps(cached, tiny, steps):
     model, oracle = cached()
     for _ in range(2):
@@ -75,6 +76,7 @@ def test_threads_on_one_prompt_mix_nothing(cached, tiny, another):
 @pytest.mark.parametrize("pair", ["sd15", "WanTransformer3DModel"], indirect=True)
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 @pytest.mark.share(2)
+@pytest.mark.turns(2)
 def test_prompt_and_negative_prompt_in_calls_of_their_own(pair, order):
     """Pipelines of Wan and Qwen-Image make them in a context of their own."""
     model, oracle, calls = pair
@@ -113,6 +115,7 @@ def test_equal_calls_in_one_step_are_tiles_not_steps(cached, tiny, another):
         agree(model, oracles[1], [call | {"sample": -call["sample"]}])
 
 
+@pytest.mark.turns(2)
 def test_more_tiles_than_features_are_kept_for(cached, tiny, another):
     model, oracle = cached()
     tiles = [another() for _ in range(8)]

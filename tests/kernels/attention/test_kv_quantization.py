@@ -103,6 +103,7 @@ def over(name: str):
     "name", [case.name for case in paged_attention.cases if case.small and case.name.startswith("int8")]
 )
 @pytest.mark.share(3)
+@pytest.mark.turns(2)
 def test_the_kernel_attends_to_exactly_what_it_stored(name):
     """fp64 attention over the codes and scales that the kernel left, the new tokens' too."""
     (q, k, v, kv, scale), kwargs = over(name)

@@ -46,6 +46,7 @@ def same_store(found, wanted):
 
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
 @pytest.mark.share(3)
+@pytest.mark.turns(2)
 def test_new_latents_are_stored_where_the_table_says_and_nowhere_else(case):
     (theirs, kwargs), (ours, _) = made(case), made(case)
     wanted, found = latent_attention.reference(*theirs, **kwargs), latent_attention.triton(*ours, **kwargs)
@@ -160,6 +161,7 @@ def ours(module, h, kv, angles, run, more):
 @pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
+@pytest.mark.turns(2)
 def test_a_layer_is_transformers(family, padded, run):
     """A prompt, one token, four at once, and a prompt behind them; the second row with five tokens of left padding."""
     module, config, rotary = layer(family)

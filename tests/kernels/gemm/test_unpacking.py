@@ -201,6 +201,7 @@ CASES = [
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the compiled kernels")
 @pytest.mark.parametrize("case, dtype", CASES)
 @pytest.mark.share(4)
+@pytest.mark.turns(2)
 def test_kernels_around_the_ptx_are_as_good_as_torch(case, dtype, as_good_as_torch, monkeypatch):
     monkeypatch.setattr(tl, "inline_asm_elementwise", interpreted)
     for kernels in (gemv_triton, skinny_triton, experts_triton):

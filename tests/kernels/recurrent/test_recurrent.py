@@ -29,6 +29,7 @@ compiled = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs 
 @compiled
 @pytest.mark.share(3)
 @pytest.mark.parametrize("op, case, dtype", ROWS)
+@pytest.mark.turns(2)
 def test_results_and_states(op, case, dtype, poisoned):
     assert_states_as_good_as_torch(op, case, CPU, dtype)
 

@@ -38,6 +38,7 @@ def test_fused_layers_ran(llama, monkeypatch):
     assert len(calls) >= 4 and all(kv.ragged is not None for kvs in calls for kv in kvs.values())
 
 
+@pytest.mark.turns(2)
 def test_ends(llama):
     """At a token of the request's own, which is part of the answer; at stop strings; where there is no more room."""
     model, stock = llama

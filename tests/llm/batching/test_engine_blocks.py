@@ -44,6 +44,7 @@ def test_prompts_that_begin_alike_are_computed_once(llama, share):
     ],
 )
 @pytest.mark.share(2)
+@pytest.mark.turns(2)
 def test_where_blocks_run_out_and_where_windows_pass_their_ends(pair, name, lengths, news, limits):
     """Who came last waits. The step whose tokens see the last keys of a block still reads them, while others write."""
     model, stock = pair(name, **({} if name == "llama" else {"sliding_window": 5}))

@@ -218,6 +218,7 @@ def spread_of(name, pair_of):
     ("name", "devices"), [*((name, 1) for name in NAMES), *((name, 2) for name in (*WINDOWS, "llama", "mixtral"))]
 )
 @pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.turns(2)
 def test_each_is_as_if_alone(name, devices, seed, pair_of):
     model, stock = pair_of(name)
     model = model if devices == 1 else spread_of(name, pair_of)

@@ -107,6 +107,7 @@ def test_what_is_optimized_copies_and_is_put_back(pair):
 @pytest.mark.parametrize("beams", [1, 3])
 @pytest.mark.parametrize("family", MAMBAS, ids=str)
 @pytest.mark.share(2)
+@pytest.mark.turns(2)
 def test_a_model_of_states_alone_writes_what_stock_writes(family, beams):
     ours, stock = accel.optimize(make(family)), make(family)
     ids, mask = padded((9, 2))
@@ -152,6 +153,7 @@ def error(model, ids, wanted):
 
 @pytest.mark.parametrize("family", (*MAMBAS, "jamba", "lfm2"), ids=str)
 @pytest.mark.share(2)
+@pytest.mark.turns(2)
 def test_in_16_bits_it_is_as_near_to_full_precision_as_stock(family):
     """Some keep the sum that all layers share in float32."""
     stock = make(family, torch.bfloat16)

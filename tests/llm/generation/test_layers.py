@@ -34,6 +34,7 @@ def attention_calls(ours, call) -> int:
 
 
 @pytest.mark.parametrize("name", ["gemma3n", "zamba2"])
+@pytest.mark.turns(2)
 def test_a_layers_own_code_runs_around_its_attention(name, pair_of):
     ours, stock = pair_of(name)
     ids, mask = padded()
@@ -68,6 +69,7 @@ def masking(given: dict) -> float:
 
 @pytest.mark.parametrize(("name", "look"), [("gemma3n", counting), ("gemma3n", masking), ("zamba2", counting)])
 @pytest.mark.share(1)
+@pytest.mark.turns(2)
 def test_their_own_code_may_not_look_at_the_cache_or_a_mask(name, look):
     ours, stock = make(name), make(name)
     for model in (ours, stock):
@@ -96,6 +98,7 @@ def test_such_layers_are_restored(pair):
 
 @pytest.mark.parametrize("name", ["gemma4-shared", "gemma4-experts"])
 @pytest.mark.share(1)
+@pytest.mark.turns(2)
 def test_the_factor_of_a_layer_is_read_as_it_is(pair, name):
     ours, stock = pair(name)
     assert [status for _, rule, status, _ in accel.report(ours).sites if rule == "language model"] == ["patched"]

@@ -42,6 +42,7 @@ def pair_of():
 @pytest.mark.parametrize("lengths", [*((one,) for one in LENGTHS), (9, 5), (16, 1, 7), (31, 33), (20, 20)], ids=str)
 @pytest.mark.parametrize("name", SOME)
 @pytest.mark.share(12)
+@pytest.mark.turns(2)
 def test_logits_and_the_steps_after(name, lengths, pair_of):
     """Of one row without a mask; of several padded on the left."""
     ours, stock = pair_of(name)

@@ -45,6 +45,7 @@ step = st.one_of(
 
 @settings(deadline=None, derandomize=True, max_examples=150)
 @given(rows=st.integers(1, 4), steps=st.lists(step, min_size=3, max_size=14), shapes=st.sampled_from([SHAPES, LATENTS]))
+@pytest.mark.turns(2)
 def test_a_schedule_of_calls_leaves_what_it_leaves_in_a_stock_cache(rows, steps, shapes):
     torch.manual_seed(0)
     (ours, stock), first = pair(shapes), rows

@@ -44,6 +44,7 @@ pair_of = functools.cache(pair)
 
 @pytest.mark.share(24)
 @pytest.mark.parametrize(("name", "kind", "mode"), PRODUCT, ids=str)
+@pytest.mark.turns(2)
 def test_text_is_that_of_stock_over_a_rounded_cache(name, kind, mode):
     ours, stock = pair_of(name, kind)
     inputs = padded(mode.lengths)

@@ -35,6 +35,7 @@ step = st.one_of(
 @settings(deadline=None, derandomize=True, max_examples=150 if EVERYTHING else 75)
 @given(rows=st.integers(1, 4), wanted=st.sampled_from([0, 90, 500]), steps=st.lists(step, min_size=3, max_size=14))
 @pytest.mark.share(2)
+@pytest.mark.turns(2)
 def test_a_store_is_a_list_of_tensors_a_row(stored, rows, wanted, steps):
     torch.manual_seed(0)
     shapes = STORED[stored]

@@ -57,7 +57,7 @@ def outcome(mode, model, ids, mask):
 
 @pytest.mark.parametrize(("name", "mode"), PRODUCT, ids=str)
 @pytest.mark.share(1)
-@pytest.mark.turns(2)
+@pytest.mark.turns(3)
 def test_mode(name, mode, pair_of):
     ours, stock = pair_of(name)
     inputs = padded(mode.lengths)
@@ -94,6 +94,7 @@ def runs(model, action) -> int:
 
 @pytest.mark.parametrize("name", always(NAMES, "gpt-neox", "granite"))
 @pytest.mark.share(8)
+@pytest.mark.turns(2)
 def test_what_is_fast_is_so_and_what_is_stock_says_why(name, pair_of):
     ours, stock = pair_of(name)
     ids, mask = padded()
@@ -125,6 +126,7 @@ def test_beside_a_lora_that_is_not_merged_all_stays_fused(pair):
 
 @pytest.mark.parametrize("name", FAST)
 @pytest.mark.share(12)
+@pytest.mark.turns(2)
 def test_nothing_falls_back_where_nothing_has_to(name, pair_of):
     """In every fourth of the modes that the product of families and modes leaves out."""
     ours, _ = pair_of(name)
@@ -139,6 +141,7 @@ def test_nothing_falls_back_where_nothing_has_to(name, pair_of):
 
 @pytest.mark.parametrize("name", [name for name in NAMES if BY_NAME[name].core or (name,) in every(5, NAMES)])
 @pytest.mark.share(10)
+@pytest.mark.turns(2)
 def test_restore_is_exact(name, tiny):
     model = make(name)
     twin = copy.deepcopy(model)

@@ -128,6 +128,7 @@ def test_half_precision_is_as_near_to_the_truth_as_stock(name, dtype):
     assert error <= 2 * allowed + torch.finfo(dtype).eps * float(truth.abs().max()) / 8
 
 
+@pytest.mark.turns(2)
 def test_compiled_on_top(pair):
     torch._dynamo.reset()
     ours, stock = pair("llama")
@@ -239,6 +240,7 @@ def layers_ran(monkeypatch):
 @pytest.mark.parametrize("name", ADAPTERS)
 @pytest.mark.share(8)
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.turns(2)
 def test_every_kind_of_adapter(name, layers_ran):
     ours, stock = adapted(name), adapted(name)
     assert accel.optimize(ours) is ours

@@ -44,6 +44,7 @@ def growth(call, times: int = 3) -> tuple[int, int]:
     return tuple(min(after[i] - before[i] for before, after in itertools.pairwise(sizes)) for i in range(2))
 
 
+@pytest.mark.turns(2)
 def test_many_calls_of_random_lengths_are_right_and_hold_nothing(pair, few_objects):
     ours, stock = pair("llama")
     for ids, mask, call in random_calls(20, 0, WAYS, 20, 4, 12):
@@ -99,6 +100,7 @@ def test_a_cache_that_is_kept_stays_as_it_is(name, pair_of):
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mistral"])
 @pytest.mark.share(5)
+@pytest.mark.turns(2)
 def test_threads_that_generate_at_once(name, pair_of):
     """Each with its own prompts, batch sizes and ways; as without the others."""
     ours, stock = pair_of(name)

@@ -60,6 +60,7 @@ def tower(monkeypatch):
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.share(12)
+@pytest.mark.turns(2)
 def test_text_and_image(name, steps, tower):
     ours, stock, text, image = pair(name)
     sites = [site for site in accel.report(ours).sites if site[1] == "decoder layer"]
@@ -191,6 +192,7 @@ def test_marks_that_say_something_are_not_passed_over(steps):
     assert float((mine - plain).abs().max()) > 1e-2 and len(steps) == 4 and not fallbacks(ours)
 
 
+@pytest.mark.turns(2)
 def test_parts_of_positions_that_are_alike_are_one(monkeypatch):
     """Of a text, where a picture's would turn halves of a head otherwise."""
     ours, stock, text, _ = pair("hunyuan-vl")

@@ -207,6 +207,7 @@ def calls(model, padded_batch: bool) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(("name", "change"), TABLE, ids=str)
 @pytest.mark.share(12)
+@pytest.mark.turns(2)
 def test_a_change_between_two_calls_is_seen_by_the_next(name, change, pair):
     ours, stock = pair(name)
     for model in (ours, stock):

@@ -70,6 +70,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.share(1)
+@pytest.mark.turns(2)
 def test_what_changes_after_counts(change):
     stock = make("deepseek-v2")
     ours = accel.optimize(copy.deepcopy(stock))

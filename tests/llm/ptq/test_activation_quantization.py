@@ -54,6 +54,7 @@ def optimized_pair(stock, kind: str, in_double):
 @pytest.mark.parametrize("name", FAMILIES)
 @torch.no_grad()
 @pytest.mark.share(18)
+@pytest.mark.turns(2)
 def test_prompts_are_rounded_as_the_formula_says_and_few_rows_are_not(name, kind, in_double):
     stock = make(name, torch.float64)
     if kind == "int8-outliers":

@@ -97,6 +97,7 @@ FULL = (  # what writes, and which time it fails
 
 @pytest.mark.share(1)
 @pytest.mark.parametrize(("place", "name", "time"), FULL, ids=lambda one: getattr(one, "__name__", str(one)))
+@pytest.mark.turns(2)
 def test_on_a_full_disk_it_raises_and_the_same_call_goes_on(place, name, time, whole, tmp_path, monkeypatch):
     """On the same model, in the same folder; or in another one, as there may be no more room there."""
     calls, real, first = [], getattr(place, name), make("llama", num_hidden_layers=3)
@@ -164,6 +165,7 @@ METHODS = [("rtn", "int8"), ("rtn", "fp8"), ("gptq", "int4-g32-asym"), ("awq", "
     [(*how, done) for how in METHODS for done in (1, 2) if EVERYTHING or done == 1 or how[0] == "smoothquant"],
 )
 @pytest.mark.share(3)
+@pytest.mark.turns(2)
 def test_a_second_run_goes_on(done, method, scheme, tmp_path, interrupted, monkeypatch, tiny):
     out, model = tmp_path / "out", make("llama", num_hidden_layers=3)
     data = None if method == "rtn" else IDS

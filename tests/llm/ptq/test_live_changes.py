@@ -38,6 +38,7 @@ TABLE += [
 
 @pytest.mark.parametrize(("name", "change", "weights"), TABLE, ids=str)
 @pytest.mark.share(2)
+@pytest.mark.turns(2)
 def test_a_change_is_seen_by_the_next_call(name, change, weights):
     ours, stock = pair(name, weights=weights)
     theirs = rounded(stock, ours)

@@ -27,6 +27,7 @@ SCHEMES = ("int8", "int4-g32-asym", *HEADS)
 
 @pytest.mark.parametrize(("name", "weights"), list(product(FAMILIES, SCHEMES)) if EVERYTHING else SOME)
 @pytest.mark.share(1)
+@pytest.mark.turns(2)
 def test_restore_is_exact(name, weights, tiny):
     model, twin = make(name), make(name)
     ids, mask = padded((9, 9))
@@ -85,6 +86,7 @@ def test_a_second_optimize_plans_anew(first, then):
 @pytest.mark.parametrize("name", ["qwen2", "gpt-oss"])
 @pytest.mark.parametrize("weights", ["int8", "int4-g32-asym", "fp8"])
 @pytest.mark.share(5)
+@pytest.mark.turns(2)
 def test_a_copy_is_quantized_by_itself(copied, name, weights):
     model, stock = pair(name, weights=weights)
     ids, mask = padded()
@@ -158,6 +160,7 @@ def test_offloaded_afterwards(weights, buffers):
 # -- the originals dropped ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.turns(2)
 def test_without_the_originals_restore_says_so_and_leaves_it_quantized(tmp_path):
     model, stock = make("llama-biases"), make("llama-biases")
     originals = [layer.mlp.up_proj for layer in layers(model).values()]

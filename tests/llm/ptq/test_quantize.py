@@ -35,6 +35,7 @@ def by_option(name: str, scheme: str):
 @pytest.mark.parametrize("scheme", ["int8", "int4-g32-asym", "fp8"])
 @pytest.mark.parametrize("name", ["llama", "llama-tied", "llama-biases", "gpt2", "falcon-grouped", "mpt"])  # no experts
 @pytest.mark.share(10)
+@pytest.mark.turns(2)
 def test_it_is_what_the_option_makes_and_stays(name, scheme):
     model, wanted = make(name), by_option(name, scheme)
     assert accel.quantize(model, scheme) is model
@@ -244,6 +245,7 @@ def test_every_mode(name, mode):
 
 @pytest.mark.parametrize("name", OTHERS)
 @pytest.mark.share(8)
+@pytest.mark.turns(2)
 def test_those_not_understood_run_their_own_code_over_quantized_linears(name):
     ours, reference = quantized(name, "int8")
     ids, mask = padded((9, 9))

@@ -51,6 +51,7 @@ def test_a_scale_is_the_largest_input_of_the_calibration(name, kind):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @torch.no_grad()
 @pytest.mark.share(2)
+@pytest.mark.turns(2)
 def test_saved_loaded_arrived_and_stock(kind, dtype, tmp_path):
     pytest.importorskip("compressed_tensors")
     make("llama-biases", dtype).save_pretrained(tmp_path / "stock")  # whose frequencies are in full precision

@@ -18,6 +18,7 @@ from support.llm.optimized_models import optimized, pair
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "deepseek-v3"])
 @pytest.mark.share(2)
+@pytest.mark.turns(2)
 def test_the_loss_is_told_and_passes(name):
     ids, mask = padded((30, 30))
     figures = []
@@ -143,6 +144,7 @@ def _cut(rows):
 
 @pytest.mark.parametrize("name", WRONG)
 @pytest.mark.share(5)
+@pytest.mark.turns(2)
 def test_a_wrong_kernel_of_rounded_rows_fails(name, monkeypatch):
     model = make("llama-biases", torch.bfloat16)
     for layer in layers(model).values():

@@ -83,6 +83,7 @@ def answer(model, ids):
     [("llama", "sdpa"), ("mixtral", "sdpa"), *((name, "eager") for name in ("llama", "gemma2", "lfm2"))],
 )
 @pytest.mark.share(1)
+@pytest.mark.turns(2)
 def test_an_attention_for_pages_is_understood_without_them(name, plain, registries):
     """transformers' own raises in every call that has no pages; 5.23 takes "paged|sdpa" for "sdpa"."""
     model = make(name)

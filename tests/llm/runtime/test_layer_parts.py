@@ -36,6 +36,7 @@ WAYS = {
 
 @pytest.mark.parametrize("name", WAYS)
 @pytest.mark.share(1)
+@pytest.mark.turns(2)
 def test_an_activation_that_is_no_module(name, monkeypatch):
     """Found by its numbers, or its MLP is called as a whole."""
     stock = make("lfm2")
@@ -55,6 +56,7 @@ TABLE = [(family, change) for family in FAMILIES if family.expected != "stock" f
 
 @pytest.mark.parametrize(("family", "change"), TABLE, ids=str)
 @pytest.mark.share(80)
+@pytest.mark.turns(2)
 def test_a_changed_module_inside_a_layer_is_noticed(family, change):
     go_through(family, change)
 

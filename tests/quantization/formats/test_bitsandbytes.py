@@ -115,6 +115,7 @@ LLAMAS = [
 
 @pytest.mark.parametrize(("name", "dtype", "options"), LLAMAS if EVERYTHING else LLAMAS[:3] + LLAMAS[4:5])
 @pytest.mark.share(4)
+@pytest.mark.turns(2)
 def test_language_models(name, dtype, options):
     model, stock = in_four_bits(name, dtype, **options), in_four_bits(name, dtype, **options)
     ids, mask = padded()
@@ -176,6 +177,7 @@ def test_a_change_is_noticed(change):
     assert any(not torch.equal(one, before[key]) for key, one in wanted.items())
 
 
+@pytest.mark.turns(2)
 def test_a_checkpoint_in_four_bits(tmp_path):
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 

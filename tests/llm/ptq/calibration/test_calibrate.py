@@ -84,6 +84,7 @@ def test_where_the_model_does_something_between_its_layers_they_are_given_that()
 @pytest.mark.parametrize(("method", "scheme"), ALL, ids=METHODS)
 @pytest.mark.parametrize("name", ["llama-biases", "gpt2", "phi", "mixtral", "qwen2-moe", "codegen", "jamba"])
 @pytest.mark.share(9)
+@pytest.mark.turns(2)
 def test_the_model_is_left_as_the_results_say_and_nothing_else_is_changed(name, method, scheme):
     stock = make(name)
     model = copy.deepcopy(stock)
@@ -200,6 +201,7 @@ def test_ways_are_compared_by_the_first_calls_alone(method, monkeypatch):
     assert set(counts) == {1, 3}
 
 
+@pytest.mark.turns(2)
 def test_groups_that_cannot_be_scaled_are_noted():
     (result, *_), (gpt2, *_), (mixtral, *_) = (run(make(n), "awq", INT4) for n in ("olmo2", "gpt2", "mixtral"))
     assert any("attention: no scale is folded: no norm stands before it" in note for note in result.notes)

@@ -37,6 +37,7 @@ def bits(tensor):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.turns(2)
 def test_packed_and_given_back_bit_for_bit(dtype, tmp_path):
     model = arrived(dtype)
     stock, own = copy.deepcopy(model), {name: ref(one) for name, one in model.named_parameters()}
@@ -64,6 +65,7 @@ def test_packed_and_given_back_bit_for_bit(dtype, tmp_path):
         assert torch.equal(bits(one), bits(loaded.get_parameter(name)))
 
 
+@pytest.mark.turns(2)
 def test_what_is_not_exact_stays_plain():
     model = arrived(torch.bfloat16)
     first, second = of_experts(model).items()
@@ -87,6 +89,7 @@ def test_another_model_over_the_same_weights_keeps_them():
     assert all(one is two for one, two in zip(model.parameters(), other.parameters(), strict=True))
 
 
+@pytest.mark.turns(2)
 def test_changes_of_the_model_meanwhile_are_kept():
     model = arrived()
     stock = copy.deepcopy(model).to(torch.bfloat16)

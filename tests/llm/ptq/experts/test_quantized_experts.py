@@ -61,6 +61,7 @@ def test_every_family(name, weights):
 @pytest.mark.parametrize(("name", "weights"), [("qwen3-moe", "int4-g32"), ("gpt-oss", "fp8")])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.share(3)
+@pytest.mark.turns(2)
 def test_in_16_bits_as_near_as_stock_over_the_same_values(name, weights, dtype):
     """Each expert by itself: a router may choose otherwise by rounding."""
     ours, twin = quantized(name, weights, dtype)
@@ -165,6 +166,7 @@ def test_the_compiler_takes_it_whole():
         torch.testing.assert_close(compiled(*given), original(*given))
 
 
+@pytest.mark.turns(2)
 def test_verify_judges_them():
     quality = accel.verify(quantized_pair("gpt-oss", "int4-g32", torch.bfloat16)[0])
     assert quality.passed and quality.parts["each expert"].passed, str(quality)

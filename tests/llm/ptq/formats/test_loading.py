@@ -51,6 +51,7 @@ FAMILIES = ("llama-biases", "llama-tied", "gpt-neox", "mixtral", "falcon-grouped
     ),
 )
 @pytest.mark.share(5)
+@pytest.mark.turns(2)
 def test_the_same_model(name, scheme, saved, monkeypatch):
     from transformers.quantizers import auto
 
@@ -97,6 +98,7 @@ def test_small_scales_keep_their_precision(saved):
 
 @pytest.mark.parametrize("scheme", ["int8", "int4-g32-asym"])
 @pytest.mark.share(2)
+@pytest.mark.turns(2)
 def test_no_weight_is_ever_whole(scheme, saved):
     _, folder = saved("llama-biases", scheme, num_hidden_layers=3)
     with LiveBytes(counts=written_out) as counted:
@@ -269,6 +271,7 @@ ENDLESS = {("num_hidden_layers", value) for value in (1e9, 10**12, "1" * 50)}
 
 @pytest.mark.share(1)
 @pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.turns(2)
 def test_settings_that_make_no_sense_are_named(quantized, saved, tmp_path):
     """A folder loads, or a ValueError says what of it does not: nothing else is raised."""
     folder = tmp_path / "saved"

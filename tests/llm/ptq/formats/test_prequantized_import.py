@@ -36,6 +36,7 @@ FAMILIES = ("llama-biases", "llama-tied", "qwen2", "gpt-neox", "mixtral")
     ),
 )
 @pytest.mark.share(6)
+@pytest.mark.turns(2)
 def test_compressed_tensors_run_fast_and_come_back_as_they_were(name, scheme, folders):
     folder = folders(name, scheme)
     model, stock, fresh = compressed(folder), compressed(folder), compressed(folder)
@@ -68,6 +69,7 @@ def test_numbers_stay_where_they_are(scheme, folders):
 
 @pytest.mark.parametrize("kind", ["int8", "int4-g32", *KINDS])
 @pytest.mark.share(16)
+@pytest.mark.turns(2)
 def test_no_more_than_a_layers_weights_are_ever_whole(kind, folders):
     """Of three layers. Where no operation gives a tensor, as in loading a file, there is none of numbers either."""
     if kind in KINDS:
@@ -112,6 +114,7 @@ def test_numbers_are_never_held_twice(kind, activations, folders):
 
 @pytest.mark.parametrize("name", ["llama", "llama-biases"])
 @pytest.mark.parametrize("kind", [pytest.param(k, marks=pytest.mark.share(1 if "orders" in k else 6)) for k in MAKERS])
+@pytest.mark.turns(2)
 def test_other_layouts_are_repacked(kind, name):
     model, twin = prequantized(kind, name)
     held = {key: (id(value), value.clone()) for key, value in (*model.named_parameters(), *model.named_buffers())}

@@ -83,6 +83,7 @@ ODD = {
 
 @pytest.mark.parametrize("case", ODD)
 @pytest.mark.share(1)
+@pytest.mark.turns(2)
 def test_odd_models_and_ways_of_saving(case, tmp_path):
     changes, edit, given = ODD[case]
     stock = reloaded(make("llama", **changes), tmp_path / "stock")
@@ -159,6 +160,7 @@ def test_rounded_activations_are_said_and_taken_up_again(activations, tmp_path):
 
 
 @torch.no_grad()
+@pytest.mark.turns(2)
 def test_a_smoothed_model_runs_with_activations_in_8_bits(tmp_path):
     model = make("llama")
     data = [{"input_ids": prompt(2, 40, seed)} for seed in range(2)]
@@ -181,6 +183,7 @@ FAMILIES = ("llama", "llama-tied", "llama-biases", "gemma2", "gpt2", "qwen2", "g
 )
 @pytest.mark.filterwarnings("ignore:.* are saved in the model's dtype")
 @pytest.mark.share(12)
+@pytest.mark.turns(2)
 def test_stock_transformers_and_load_compute_the_same(name, weights, dtype, tmp_path):
     stock = reloaded(make(name, dtype), tmp_path / "stock")
     ours = accel.optimize(copy.deepcopy(stock), weights=weights)
@@ -284,6 +287,7 @@ IDS = [torch.randint(3, 99, (2, 24), generator=torch.Generator().manual_seed(see
     ("scheme", "method"), [("int4-g32-head", "gptq"), ("int4-g32-head", "awq"), ("int8-head", "smoothquant")]
 )
 @pytest.mark.share(4)
+@pytest.mark.turns(2)
 def test_methods_leave_it_to_rounding_to_nearest(name, scheme, method, tmp_path):
     stock, model = make(name), make(name)
     accel.quantize(model, scheme, [{"input_ids": ids} for ids in IDS], method=method, out=tmp_path / "out")

@@ -81,6 +81,7 @@ def loaded(models, other, **given):
 
 @pytest.mark.parametrize("kind", always([*MAKERS, *LAYOUTS, "mxfp4"], "awq", "gptq-8-v2"))
 @pytest.mark.share(6)
+@pytest.mark.turns(2)
 def test_of_what_is_repacked(kind, folders, tmp_path):
     stock, ours, other = (in_format(kind, folders, seed) for seed in (1, 1, 2))
     accel.optimize(ours)
