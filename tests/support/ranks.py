@@ -27,6 +27,7 @@ def _serve(rank: int, size: int, port: int, backend: str, limit: timedelta, task
     import torch.distributed as dist
 
     gc.freeze()  # what was imported before the fork; to look through it would copy all its pages, for each process
+    gc.set_threshold(100_000)  # as in tests/conftest.py
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))  # as torchrun does
     store = dist.TCPStore("127.0.0.1", port, size, rank == 0, timeout=max(limit, STARTING))
@@ -63,6 +64,8 @@ class RankPool:
                 "transformers.models.llama.modeling_llama",
                 "accel.api",
                 "accel.report",
+                "accel.encoders.rule",
+                "accel.seq2seq.rule",
                 "accel.llm.family",
                 "accel.llm.stages",
                 "accel.llm.ptq.formats.prequantized_import",
@@ -70,6 +73,8 @@ class RankPool:
                 "accel.diffusion.schedulers",
                 "accel.diffusion.stages",
                 "accel.verification.verify",
+                "diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion",
+                "diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3",
             ]
         )
         with socket.socket() as free:
