@@ -23,6 +23,7 @@ def launched(port: int) -> tuple[int, int, bool]:
     return made.rank, made.size, made.any(made.rank == 1, "cpu")
 
 
+@pytest.mark.turns(2)
 def test_the_group_is_made_as_torchrun_says(rank_pool):
     """By ranks of its own, forked where all others are."""
     pool = RankPool(2)

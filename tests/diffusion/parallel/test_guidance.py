@@ -20,6 +20,7 @@ def close(a, b):
 
 
 @pytest.mark.parametrize(("name", "model"), [("tiny-sd-digits", "unet"), ("tiny-dit-digits", "transformer")])
+@pytest.mark.turns(2)
 def test_a_pipeline_draws_what_one_process_draws(ranks, name, model):
     both = ranks.run(told_to.draw, name, model)
     for rank, found in enumerate(both):
@@ -39,6 +40,7 @@ def test_a_pipeline_draws_what_one_process_draws(ranks, name, model):
     assert np.array_equal(*(found["ours"] for found in both))
 
 
+@pytest.mark.turns(2)
 def test_the_step_cache_goes_inside(ranks):
     for found in ranks.run(told_to.cached):
         assert close(found["ours"], found["one process"]) and not close(found["ours"], found["stock"])
@@ -50,11 +52,13 @@ def test_ranks_verify_together(ranks):
         assert passed and set(rows) == {1} and errors <= 2e-5
 
 
+@pytest.mark.turns(2)
 def test_adapters_that_are_loaded_later(ranks):
     for found in ranks.run(told_to.adapted):
         assert found["off"] <= 2e-5 < found["by the adapter"] and found["rows"] == [1, 1]
 
 
+@pytest.mark.turns(2)
 def test_noise_that_a_scheduler_draws_is_of_one_seed(ranks):
     for found in ranks.run(told_to.noise_between_steps):
         assert close(found["ours"], found["wanted"])
@@ -62,6 +66,7 @@ def test_noise_that_a_scheduler_draws_is_of_one_seed(ranks):
         assert "one seed" in found["refused"]
 
 
+@pytest.mark.turns(2)
 def test_arguments_of_many_kinds_are_divided(ranks):
     for found in ranks.run(told_to.unets):
         for name, (off, rows, told) in found.items():
@@ -69,6 +74,7 @@ def test_arguments_of_many_kinds_are_divided(ranks):
             assert off <= 2e-5 and rows == [batch // 2] * 2 and not told, name
 
 
+@pytest.mark.turns(2)
 def test_what_cannot_be_divided_runs_whole_and_is_told(ranks):
     reasons = {
         "rows that depend on each other": "its rows depend on each other",
@@ -86,6 +92,7 @@ def test_what_cannot_be_divided_runs_whole_and_is_told(ranks):
             assert seen == ([2, 2] if name == "hooks inside" else [])
 
 
+@pytest.mark.turns(2)
 def test_ranks_that_do_not_do_the_same_are_refused_on_both(ranks):
     wanted = {
         "options": "option parallel is not the same on all ranks",
@@ -101,6 +108,7 @@ def test_ranks_that_do_not_do_the_same_are_refused_on_both(ranks):
         assert all(words in found[name] for name, words in wanted.items()), found
 
 
+@pytest.mark.turns(2)
 def test_copies_divide_too_and_what_rests_on_a_cpu(ranks):
     for found in ranks.run(told_to.copies):
         assert found.keys() == {"copy", "pickle", "stock"}
@@ -137,6 +145,7 @@ NAMES = ("FluxTransformer2DModel", "QwenImageTransformer2DModel", "WanTransforme
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.turns(2)
 def test_blocks_are_planned_on_the_local_sequence(ranks, name):
     for found in ranks.run(sequences.sequence, name, False):
         assert found.pop("stock") <= 1e-5
@@ -153,6 +162,7 @@ def test_attention_that_writes_into_tensors_of_others_runs_stock(ranks):
             assert told and all("cannot be recorded: ranks write into tensors of each other" in one for one, _ in told)
 
 
+@pytest.mark.turns(2)
 def test_tiles_are_decoded_once_and_blended_as_stock_does(ranks):
     first, second = ranks.run(told_to.tiles)
     for found in (first, second):

@@ -49,6 +49,7 @@ def takes_masks_for_one_another() -> bool:
 
 @pytest.mark.share(3)
 @pytest.mark.parametrize("name", [name for (name,) in every(2, FAMILIES)])
+@pytest.mark.turns(2)
 def test_each_request_gets_what_stock_gives_it_alone(name, ranks, saved_model):
     if name == "gemma2" and takes_masks_for_one_another():
         pytest.skip("torch 2.10: a divided embedding that is scaled raises in a second thread, in stock code too")
@@ -61,6 +62,7 @@ def test_each_request_gets_what_stock_gives_it_alone(name, ranks, saved_model):
         assert collectives["all_reduce"] >= 6 * stock.config.num_hidden_layers  # in every step, a layer's at least
 
 
+@pytest.mark.turns(2)
 def test_draws_chunks_and_pages_that_run_out_are_those_of_one_process(ranks, saved_model):
     """Answers are drawn, prompts read in pieces, requests wait for pages: all by decisions that ranks must share."""
     folder, stock = saved_model("llama")
@@ -91,6 +93,7 @@ def test_four_ranks(rank_pool, saved_model):
 @pytest.mark.parametrize(
     "options", [{"weights": "int8"}, {"kv_cache": "int8"}], ids=lambda options: next(iter(options))
 )
+@pytest.mark.turns(2)
 def test_fewer_bits_are_those_of_one_process(options, ranks, saved_model):
     folder, stock = saved_model("llama", hidden_size=128, intermediate_size=128)
     found = ranks.run(batches.several, folder, [(PROMPTS, {}, {})], None, options)
@@ -99,6 +102,7 @@ def test_fewer_bits_are_those_of_one_process(options, ranks, saved_model):
     assert not found[0]["fallbacks"]
 
 
+@pytest.mark.turns(2)
 def test_the_first_rank_alone_gets_requests(ranks, saved_model):
     folder, stock = saved_model("llama")
     words = alone(stock, [3, 4], 40)
@@ -121,6 +125,7 @@ def test_the_first_rank_alone_gets_requests(ranks, saved_model):
     assert not other["running"] and other["fatal"] is None and other["steps"] > 6
 
 
+@pytest.mark.turns(2)
 def test_a_pause_of_the_first_rank_holds_all(ranks, saved_model):
     folder, stock = saved_model("llama")
     leader, _ = ranks.run(batches.live, folder, "paused", None)
@@ -142,6 +147,7 @@ def test_what_ranks_do_not_agree_on_is_refused(which, words, ranks, saved_model)
         assert then == str({"req_0": (alone(stock, [5, 6, 7], 6), None)})
 
 
+@pytest.mark.turns(2)
 def test_what_may_be_called_beside_a_manager(ranks, saved_model):
     folder, stock = saved_model("llama")
     for found in (told := ranks.run(batches.managers, folder)):

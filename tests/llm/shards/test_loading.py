@@ -73,6 +73,7 @@ def expect(found: list[dict], model) -> None:
 
 
 @pytest.mark.parametrize(("name", "ranks"), [*((name, 2) for name in TWO), *((name, 4) for name in FOUR)])
+@pytest.mark.turns(2)
 def test_ranks_get_what_transformers_gives_them(name, ranks, rank_pool, divided):
     model, whole, parts = divided(name, ranks)
     assert rank_pool(ranks).run(shards.differing, str(whole), str(parts), ranks) == [[]] * ranks
@@ -80,6 +81,7 @@ def test_ranks_get_what_transformers_gives_them(name, ranks, rank_pool, divided)
 
 
 @pytest.mark.parametrize(("name", "scheme", "ranks", "changes"), SCHEMES)
+@pytest.mark.turns(2)
 def test_quantized_weights(name, scheme, ranks, changes, rank_pool, divided):
     model, _, parts = divided(name, ranks, scheme, **changes)
     found = rank_pool(ranks).run(shards.write, str(parts), [CALL])
