@@ -96,7 +96,7 @@ def _stored(file: Path) -> str | None:
     bits = [one.get(name) for one in groups for name in ("bits", "w_bit", "nbits")]
     bits += [one["weights"].get("num_bits") for one in groups if isinstance(one.get("weights"), dict)]
     bits += [number for number in (4, 8) if said.get(f"load_in_{number}bit") is True]
-    least = min((one for one in (*bits, STORED.get(said.get("quant_method"))) if type(one) is int), default=16)
+    least = min((one for one in (*bits, STORED.get(str(said.get("quant_method")))) if type(one) is int), default=16)
     return {4: "int4", 8: "int8"}.get(least)
 
 

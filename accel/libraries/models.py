@@ -80,7 +80,8 @@ def denoising_loops(pipe: Any) -> list[Any]:
 
 def _derives(obj: object, library: str, *names: str) -> bool:
     """Whether obj is of one of these classes of a library, or of one derived from it; imports nothing of it."""
-    return any(f"{library}.{name}" in _qualified_names(type(obj)) for name in names)
+    kind: Any = type(obj)  # mypy holds that a class has no hash
+    return any(f"{library}.{name}" in _qualified_names(kind) for name in names)
 
 
 @lru_cache(maxsize=256)  # whether a module is a model is asked for each, and again by every call of accel
