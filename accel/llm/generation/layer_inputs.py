@@ -95,7 +95,8 @@ class CheckedStep(Step):
         return self.reason is not None
 
     def of_layer(self, layer: LayerForward, x: torch.Tensor, kwargs: dict) -> torch.Tensor:
-        if x.shape[1] < self.given[1]:  # those of which logits are wanted, which read what all have stored
+        if layer.spec.borrows and x.shape[1] < self.given[1]:
+            # Tokens of which logits are wanted, which read what all have stored.
             self.written = dict.fromkeys(self.kvs, self.given[1])
             if self.stretch is not None:
                 self.stretch.leave()
