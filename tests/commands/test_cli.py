@@ -48,6 +48,7 @@ def test_report_of_a_text_encoder():
     assert {site["rule"] for site in json.loads(result.stdout)["sites"]} == {"encoder", "layer norm"}
 
 
+@pytest.mark.turns(2)
 def test_verify_a_pipeline():
     result = run_command("verify", DIGITS, *CALL)
     assert result.exit_code == 0, result.output
@@ -75,6 +76,7 @@ def test_verify_what_8_bits_lose():
     assert wrong.exit_code == 2 and "needs weights='fp8'" in wrong.output
 
 
+@pytest.mark.turns(2)
 def test_verify_fails_with_exit_code_1(wrong_resnets):
     result = run_command("verify", DIGITS, *CALL)
     assert result.exit_code == 1

@@ -96,6 +96,7 @@ def test_bench_of_a_pipeline_folder(tmp_path):
     "part, options, shape",
     [("unet", ("--batch", "1"), ["sample", [1, 4, 8, 8]]), ("vae", ("--size", "32"), ["sample", [1, 3, 32, 32]])],
 )
+@pytest.mark.turns(2)
 def test_bench_of_a_model_folder(tmp_path, part, options, shape):
     _, figures = bench(tmp_path, f"cpu-{part}.json", DIGITS / part, *options, "--seconds", "0.05")
     assert figures["shapes"][shape[0]] == shape[1]
@@ -199,6 +200,7 @@ def test_bench_memory_keeps_what_it_has(tmp_path, monkeypatch):
         assert [row.get("failed") for row in rows] == ([None] if code == 130 else ["OutOfMemoryError: no memory"] * 2)
 
 
+@pytest.mark.turns(2)
 def test_bench_formats_writes_json(tmp_path, few_tokens):
     asked = ("tiny-text", "--formats", "fp8,Q4_K", "--budget", "0.05")
     output, figures = bench(tmp_path, "cpu-formats.json", "formats", *asked, code=1)

@@ -154,6 +154,7 @@ def test_a_bar_counts_to_all_linears_of_all_layers(terminal, tmp_path, text, mon
     assert told == [(7 * layer, 42) for layer in range(2, 7)] and shown[-1] == (42, 42)
 
 
+@pytest.mark.turns(2)
 def test_the_other_commands_take_the_folder(tmp_path):
     assert accel(LM, "--out", tmp_path / "out").exit_code == 0
     runner = CliRunner(env={"TERM": "dumb", "COLUMNS": "160"})

@@ -55,6 +55,7 @@ def test_many_clients_at_once(server, stock):
 
 
 @pytest.mark.parametrize("stop", ["e", [" t", "zzz"]])
+@pytest.mark.turns(2)
 def test_an_answer_ends_at_a_stop_string(server, stock, stop):
     """As `generate()` ends it; the next request is not ended by it."""
     whole, wanted = stock.answer("The", 40), stock.answer("The", 40, stop=stop)
@@ -78,6 +79,7 @@ def test_an_answer_that_is_cut_has_the_reason_length(server, stock):
     assert "".join(part.text or "" for part in parts) == one.choices[0].text and parts[-1].finish_reason == "length"
 
 
+@pytest.mark.turns(2)
 def test_requests_have_settings_of_their_own(server, stock):
     """The first request that ever came was greedy; in stock all others would be."""
 
@@ -155,6 +157,7 @@ WRONG = [
 
 @pytest.mark.share(1)
 @pytest.mark.parametrize("path", ["completions", "chat/completions", "responses"])
+@pytest.mark.turns(2)
 def test_what_makes_no_sense_is_refused_and_the_reason_names_it(server, stock, path):
     """Streamed or not; the server goes on."""
     words = {"completions": {"prompt": "The"}, "responses": {"input": "The"}}
@@ -198,6 +201,7 @@ def test_an_id_twice(server, stock):
 # -- other ways to serve -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.turns(2)
 def test_without_continuous_batching(stock):
     from transformers.cli.serving import model_manager, utils
 

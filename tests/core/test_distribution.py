@@ -107,6 +107,7 @@ def test_all_that_is_public_can_be_listed_and_is_typed():
     assert {name.name for node in block.body for name in node.names} | {"__version__"} == NAMES
 
 
+@pytest.mark.turns(2)
 def test_a_wheel_holds_two_packages(tmp_path):
     command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)]
     done = subprocess.run(command, capture_output=True, text=True)

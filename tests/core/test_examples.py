@@ -145,6 +145,7 @@ def test_streaming(run):
     )
 
 
+@pytest.mark.turns(2)
 def test_beam(run):
     printed = run("beam.py")
     scores = [float(score) for score in re.findall(r"^(-\d+\.\d+) '", printed, re.M)]

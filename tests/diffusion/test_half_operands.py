@@ -118,6 +118,7 @@ def test_when(monkeypatch):
         assert not half.takes(x)
 
 
+@pytest.mark.turns(2)
 def test_with_the_kernels_as_on_a_gpu(vae, latents, monkeypatch):
     """Tensors that claim to be on a GPU, and kernels in Triton's interpreter."""
     pytest.importorskip("triton")

@@ -52,6 +52,7 @@ def test_each_model_and_the_whole_image_pass(pipe, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16][: 1 + EVERYTHING], ids=str)
+@pytest.mark.turns(2)
 def test_half_precision_is_measured_by_its_own_rounding(pipe, dtype):
     accel.optimize(pipe.to(dtype))
     quality = accel.verify(pipe, PROMPT, **CALL)
@@ -88,6 +89,7 @@ def test_nan_in_the_first_call_of_a_model_fails(tiny, monkeypatch):
     assert not accel.verify(model).passed
 
 
+@pytest.mark.turns(2)
 def test_nan_in_black_pictures_is_found_in_the_decoder(pipe, monkeypatch):
     accel.optimize(pipe)
     spoil(monkeypatch, pipe.vae.decoder, lambda result: result * float("nan"))
@@ -96,6 +98,7 @@ def test_nan_in_black_pictures_is_found_in_the_decoder(pipe, monkeypatch):
     assert quality.finite and quality.verdict == "FAILED: vae.decoder: NaN or Inf where stock has none"
 
 
+@pytest.mark.turns(2)
 def test_nan_in_both_is_told(pipe):
     with torch.no_grad():
         pipe.vae.decoder.conv_in.bias.fill_(float("nan"))
@@ -105,6 +108,7 @@ def test_nan_in_both_is_told(pipe):
     assert not quality.parts["vae.decoder"].stock_finite
 
 
+@pytest.mark.turns(2)
 def test_an_error_in_the_middle_of_the_loop_alone_fails_the_whole_image(pipe, monkeypatch):
     """Models are compared in their first and last call; something stale in between shows in the image."""
     accel.optimize(pipe)
@@ -122,6 +126,7 @@ def test_drift_is_measured_where_it_can_be_seen(pipe):
     assert 1 / 256 < quality.error <= quality.allowed
 
 
+@pytest.mark.turns(2)
 def test_generators_of_the_user_draw_the_same_and_stay_as_they_were(pipe):
     accel.optimize(pipe)
     generators = [torch.Generator().manual_seed(3), torch.Generator().manual_seed(4)]
@@ -135,6 +140,7 @@ def test_generators_of_the_user_draw_the_same_and_stay_as_they_were(pipe):
 
 
 @pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.turns(2)
 def test_it_leaves_no_trace(pipe, tiny, fails):
     accel.optimize(pipe)
     models = (pipe.unet, pipe.vae, pipe.text_encoder)
@@ -178,6 +184,7 @@ def test_without_arguments(pipe):
         accel.verify(other)
 
 
+@pytest.mark.turns(2)
 def test_pictures_and_latents_as_asked_for(pipe):
     accel.optimize(pipe)
     pictures = accel.verify(pipe, PROMPT, output_type="pil", **CALL)
@@ -198,6 +205,7 @@ def test_an_asked_for_loss_is_told(pipe, monkeypatch):
     )
 
 
+@pytest.mark.turns(2)
 def test_without_a_reference_units_of_rounding_decide(pipe, monkeypatch):
     conv = pipe.unet.conv_in
     conv.forward = type(conv).forward.__get__(conv)  # somebody's wrapper: a twin in float64 would call this one
@@ -210,6 +218,7 @@ def test_without_a_reference_units_of_rounding_decide(pipe, monkeypatch):
 
 
 @pytest.mark.parametrize("factor, passes", [(1.0, True), (1.08, False)])
+@pytest.mark.turns(2)
 def test_units_of_rounding_are_few(pipe, monkeypatch, factor, passes):
     """A block that is off by a few times what they allow: ten times as many would let it pass."""
     conv = pipe.to(torch.float16).unet.conv_in

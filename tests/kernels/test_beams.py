@@ -35,6 +35,7 @@ def test_a_step(case, fresh):
     assert bool(agree(args, given).over) == (case.name in ("last", "ended"))
 
 
+@pytest.mark.turns(2)
 def test_a_search_to_its_end(fresh):
     """Step by step from what the kernel found: texts end one after the other, and the search with the last."""
     (_, packed), given = next(one for one in beam_step.cases if one.name == "early").make(CPU, torch.float32)

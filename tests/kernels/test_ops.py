@@ -171,6 +171,7 @@ def at_odd_bytes(x, numbers):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the compiled kernels")
 @pytest.mark.parametrize("name", ["int8-layer-bias-gelu", "int4-odd"][: 1 + EVERYTHING])
+@pytest.mark.turns(2)
 def test_the_norm_before_a_quantized_weight_may_be_of_float32(name, as_good_as_torch):
     op = next(op for op in OPS if op.name == "quantized_linear")
     args, more = next(case for case in op.cases if case.name == name).make(torch.device("cpu"), torch.float16)

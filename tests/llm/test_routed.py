@@ -172,6 +172,7 @@ def test_a_router_that_chooses_otherwise_fails(name, part):
     assert not quality.parts[part].passed and path in quality.parts[part].note
 
 
+@pytest.mark.turns(2)
 def test_experts_of_layers_that_are_not_understood():
     ours = optimized("llama4")
     assert len(routed(vars(ours)[PLAN])) == 2

@@ -201,6 +201,7 @@ def command(*arguments):
     return CliRunner(env={"TERM": "dumb", "COLUMNS": "160"}).invoke(app, [str(argument) for argument in arguments])
 
 
+@pytest.mark.turns(2)
 def test_the_command(llama, tokenizer, tmp_path, wrong):
     llama.save_pretrained(tmp_path)
     call = ("verify", tmp_path, "--device", "cpu")

@@ -308,6 +308,7 @@ def test_stocks_offload_does_not_come_back_beneath_another(stock, other):
 
 
 @torch.no_grad()
+@pytest.mark.turns(2)
 def test_blocks_that_change_places_are_followed():
     model, call = flux()
     twin = copy.deepcopy(model)

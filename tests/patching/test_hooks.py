@@ -63,6 +63,7 @@ def of_diffusers(module, seen):
     ],
 )
 @pytest.mark.share(6)
+@pytest.mark.turns(2)
 def test_hooks_and_patches_come_and_go_in_any_order(tiny, pair, hook, place, order, leaving):
     model, wanted, inputs = pair
     seen = []
@@ -173,6 +174,7 @@ CASES += [(vae, faked), (vae, written_down), (vae, traced)]
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
 @pytest.mark.parametrize(("make", "how"), CASES)
 @pytest.mark.share(6)
+@pytest.mark.turns(2)
 def test_what_torch_does_with_a_forward_it_does_with_stocks(make, how, tiny):
     ours, stock, x, call = make(tiny)
 
@@ -190,6 +192,7 @@ def test_what_torch_does_with_a_forward_it_does_with_stocks(make, how, tiny):
         assert len(accel.report(ours).fallbacks) == before
 
 
+@pytest.mark.turns(2)
 def test_an_optimized_model_can_be_exported(tiny):
     ours, stock, x, call = vae(tiny)
     with torch.no_grad():

@@ -123,6 +123,7 @@ def make_plain(unet):
     return accel.restore(copy.deepcopy(unet))
 
 
+@pytest.mark.turns(2)
 def test_one_that_comes_back_is_restored_once(sdxl_pipe, quietly):
     pipe, old = sdxl_pipe, sdxl_pipe.unet
     accel.optimize(pipe)
@@ -145,6 +146,7 @@ def test_one_that_was_optimized_again_by_itself_stays_so(sdxl_pipe):
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["the first", "the second"])
+@pytest.mark.turns(2)
 def test_one_that_another_optimized_pipeline_uses_stays_so(sdxl_pipe, first):
     pipes = [sdxl_pipe, type(sdxl_pipe)(**sdxl_pipe.components)]
     for pipe in pipes:

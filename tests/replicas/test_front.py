@@ -48,6 +48,7 @@ def test_a_stream_goes_on_at_another_replica(front, pool, stock, after):
     assert len(sent) >= after and sent == stock(TEXTS[0], 24)[: len(sent)]
 
 
+@pytest.mark.turns(2)
 def test_a_sampled_answer_goes_on_with_its_draws(front, pool, stock):
     given = {"temperature": None, "extra_body": {"generation_config": '{"do_sample": true, "temperature": 3.0}'}}
     whole = [complete(front, "The", 16, True, seed=seed, **given) for seed in (1, 2)]
@@ -60,12 +61,14 @@ def test_a_sampled_answer_goes_on_with_its_draws(front, pool, stock):
     assert len({one.settings["seed"] for one in pool.asked}) == 4  # who gives none gets one of his own
 
 
+@pytest.mark.turns(2)
 def test_an_answer_that_is_not_streamed_is_begun_anew(front, pool, stock):
     pool.lose = 3
     assert complete(front, TEXTS[1]) == written(stock, TEXTS[1])
     assert pool.cut == 3 and all(one.generated == [] for one in pool.asked)
 
 
+@pytest.mark.turns(2)
 def test_what_ends_every_replica_is_not_handed_on_for_ever(front, pool):
     pool.lose = 9
     with pytest.raises(openai.InternalServerError) as failed:

@@ -31,6 +31,7 @@ def test_beams_of_a_text_share_what_the_encoder_gave_and_the_memory_is_told_and_
     assert forward.kept_bytes == 0
 
 
+@pytest.mark.turns(2)
 def test_beams_that_end_are_told_a_step_late(steps, monkeypatch):
     model, stock = optimized("Bart")
     told = noted(monkeypatch, Told, "read", lambda told: bool(told.ended))

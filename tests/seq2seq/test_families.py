@@ -60,6 +60,7 @@ def test_moonshine_whose_encoder_gives_a_mask_too(padded, steps, attended, monke
 
 
 @pytest.mark.parametrize("make", [speech_to_text, seamless])
+@pytest.mark.turns(2)
 def test_speech_whose_mask_is_of_frames(make, steps, attended, monkeypatch):
     monkeypatch.setitem(MAKES, "speech", make)
     model, stock = optimized("speech")
@@ -231,6 +232,7 @@ def test_padding_of_a_model_of_several_texts_is_not_known():
     assert ("text_encoder.encoder", "encoder", "patched") in [row[:3] for row in accel.report(model).sites]
 
 
+@pytest.mark.turns(2)
 def test_graphs_go_with_the_memory_that_they_were_captured_over(monkeypatch):
     """Also where what comes next lies at the same addresses; and stores do not become ever more."""
     model, stock = optimized("Bart")

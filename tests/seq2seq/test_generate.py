@@ -87,6 +87,7 @@ def test_the_memory_read_as_a_store_gives_the_same(family, monkeypatch):
     assert not fallbacks(model)
 
 
+@pytest.mark.turns(2)
 def test_layers_that_somebody_looks_at_run_their_own_code_and_it_is_told(steps, attended):
     model, stock = optimized("Bart")
     seen, ran = [], steps()
@@ -329,6 +330,7 @@ def test_restore_gives_back_what_was_there(family):
     assert_same(model, stock, source(family), options())
 
 
+@pytest.mark.turns(2)
 def test_copies_of_an_optimized_model_have_memory_of_their_own(steps):
     model, stock = optimized("T5")
     generated(model, source("T5"), options())

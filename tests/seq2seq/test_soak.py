@@ -186,6 +186,7 @@ def spoken(model, call):
 
 
 @pytest.mark.parametrize("seed", range(COUNT))
+@pytest.mark.turns(2)
 def test_a_random_call(seed):
     dice = random.Random(seed)
     name = dice.choice(sorted(KINDS))

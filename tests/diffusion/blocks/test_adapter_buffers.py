@@ -122,6 +122,7 @@ def test_recorded_blocks_take_the_adapters_of_the_moment(name):
     assert not accel.report(ours).fallbacks
 
 
+@pytest.mark.turns(2)
 def test_no_graph_is_made_where_scales_differ_within_a_call(tiny, monkeypatch):
     stock = tiny.unet("sdxl")
     put("style")(stock)

@@ -19,6 +19,7 @@ def patched(model, rule):
 
 @pytest.mark.parametrize("size", [(2, 8, 8, 7), (1, 4, 8, 1), (3, 12, 4, 77)], ids=str)
 @pytest.mark.share(6)
+@pytest.mark.turns(2)
 def test_unet_equals_stock(family, size, tiny):
     model = tiny.unet(family)
     twin = copy.deepcopy(model)

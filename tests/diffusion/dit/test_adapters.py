@@ -34,6 +34,7 @@ def shows(one, other):
 
 
 @pytest.mark.parametrize("pair", [FLUX, SD3, WAN], indirect=True)
+@pytest.mark.turns(2)
 def test_loras_are_fused_with_the_block_they_are_in(pair):
     plain = pair.agree()
     pair.change(lambda m: m.add_adapter(adapter(), adapter_name="style"))

@@ -75,6 +75,7 @@ def test_the_report_tells_which_linears_round(unet_and_inputs):
     accel.optimize(unet_and_inputs("sd15", torch.float32)[0], strict=True, **INT8)
 
 
+@pytest.mark.turns(2)
 def test_on_and_off_where_the_originals_were_not_kept(unet_and_inputs):
     model, inputs = unet_and_inputs("sd15")
     plain = accel.optimize(copy.deepcopy(model), weights="int8", graphs=False)

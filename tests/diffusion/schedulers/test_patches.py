@@ -141,6 +141,7 @@ def test_a_state_that_is_kept_and_put_back(name):
 
 
 @pytest.mark.parametrize("copied", [copy.copy, with_its_dict])
+@pytest.mark.turns(2)
 def test_a_pipeline_that_holds_a_copy(copied):
     """It is optimized at the next call as any other scheduler is, and restored with the pipeline, as is the first."""
     pipe = make_sdxl_pipeline()

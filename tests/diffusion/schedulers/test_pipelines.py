@@ -54,6 +54,7 @@ def test_a_pipeline_is_optimized_and_restored_with_its_scheduler(pipe):
     assert set(vars(pipe.scheduler)) == set(before[1])
 
 
+@pytest.mark.turns(2)
 def test_the_call_is_as_before(pipe, capsys):
     """Progress bar and its settings, loops counted, callbacks; a progress bar of the user's own stays in use."""
     accel.optimize(pipe)
@@ -73,6 +74,7 @@ def test_the_call_is_as_before(pipe, capsys):
     assert vars(accel.restore(pipe))["progress_bar"] is own
 
 
+@pytest.mark.turns(2)
 def test_another_scheduler_is_noticed(pipe):
     from diffusers import EulerDiscreteScheduler, UniPCMultistepScheduler
 
@@ -115,6 +117,7 @@ def test_a_foreign_scheduler_put_in_later(pipe):
     assert rows(pipe)[0][2] == "skipped" and reason in rows(pipe)[0][3]
 
 
+@pytest.mark.turns(2)
 def test_a_scheduler_shared_by_two_pipelines(pipe):
     from diffusers import StableDiffusionImg2ImgPipeline
 
@@ -131,6 +134,7 @@ def test_a_scheduler_shared_by_two_pipelines(pipe):
 
 
 @pytest.mark.parametrize("way", [copy.deepcopy, pickled])
+@pytest.mark.turns(2)
 def test_a_copy_of_a_pipeline_stands_alone(pipe, way):
     from diffusers import EulerDiscreteScheduler
 

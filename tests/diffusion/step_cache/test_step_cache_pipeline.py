@@ -73,11 +73,13 @@ def follows(pipe, interval, calls, of=lambda pipe: pipe):
 
 @pytest.mark.parametrize("scheduler", ["DDIM", "PNDM", "HeunDiscrete", "DPMSolverMultistep", "EulerAncestralDiscrete"])
 @pytest.mark.share(5)
+@pytest.mark.turns(2)
 def test_equals_the_oracle_under_every_scheduler(pipe, scheduler):
     calls = [{"prompts": prompt, "steps": 6} for prompt in (SEVEN, "two")]
     assert follows(scheduled(pipe, scheduler), 3, calls) == []
 
 
+@pytest.mark.turns(2)
 def test_sdxl_equals_the_oracle(sdxl_pipe):
     assert follows(sdxl_pipe, 2, [{"height": 32, "width": 48}] * 2) == []
 
@@ -108,6 +110,7 @@ def test_equals_the_oracle_after_every_change(pipe, change, live, tmp_path):
     assert reasons(pipe) == []
 
 
+@pytest.mark.turns(2)
 def test_every_call_of_the_pipeline_starts_anew(pipe):
     accel.optimize(pipe, step_cache=3)
     first = draw(pipe)

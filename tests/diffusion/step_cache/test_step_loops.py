@@ -94,6 +94,7 @@ def test_prompt_and_negative_prompt_in_calls_of_their_own(pair, order):
     assert reasons(model) == [] and len(model.forward.state.features) == 2
 
 
+@pytest.mark.turns(2)
 def test_two_sizes_in_every_step_and_sizes_in_turn(cached, tiny, another):
     model, oracle = cached()
     oracles = [oracle, another()]

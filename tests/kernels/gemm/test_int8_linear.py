@@ -124,6 +124,7 @@ def test_kernel_and_passes_are_the_reference_within_a_rounding(case, poisoned):
 
 @interpreted
 @pytest.mark.parametrize("group", [1, 2, 8])
+@pytest.mark.turns(2)
 def test_every_tile_is_computed_in_any_order(group, poisoned):
     from accel_kernels.gemm.int8_linear_triton import Shape
 

@@ -138,6 +138,7 @@ def same_as_exact(case, biased, tiles, ways, at_once):
 @pytest.mark.parametrize("at_once", [True, False], ids=["loads at once", "loads late"])
 @pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
 @pytest.mark.share(3)
+@pytest.mark.turns(2)
 def test_emulated(case, at_once):
     tiles = (wgmma_tile.WgmmaTile(128, 8, 4, 2, 1), wgmma_tile.WgmmaTile(64, 4, 3, 3, 2))
     same_as_exact(case, True, tiles, ((1, None), (5, None), (5, backwards), (64, None)), at_once)

@@ -74,6 +74,7 @@ CASES = {
 
 @pytest.mark.parametrize("tile", [wgmma_triton.FEW, wgmma_triton.MANY], ids=["few", "many"])
 @pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
+@pytest.mark.turns(2)
 def test_emulated(case, tile, monkeypatch, poisoned):
     """From the op's arguments: what stands around the products by the interpreter."""
     format, many, tokens, chosen, hidden, inner, interleaved, biases, zeros, missing = case

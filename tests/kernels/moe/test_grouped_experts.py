@@ -61,6 +61,7 @@ TILED = [
 
 
 @pytest.mark.parametrize(("name", "tile", "missing"), TILED)
+@pytest.mark.turns(2)
 def test_every_tile_gives_the_same(name, tile, missing, poisoned):
     """missing: choices of experts that there are none of, which add nothing."""
     x, index, shares, weights = given(name)

@@ -38,6 +38,7 @@ def scattered(weights):
         ("grouped-ungated-transposed", "16"),
     ],
 )
+@pytest.mark.turns(2)
 def test_every_kernel_reads_them_where_they_are(name, tile):
     (x, index, shares, weights), _ = next(case for case in CASES if case.name == name).make(
         torch.device("cpu"), torch.float32

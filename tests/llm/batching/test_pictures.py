@@ -64,6 +64,7 @@ def test_each_gets_what_it_gets_alone(name, narrow, monkeypatch):
         assert one.error is None and one.tokens == alone(stock, given, new), one.id
 
 
+@pytest.mark.turns(2)
 def test_generate_batch():
     """Of what a processor gives, with padding and without; several answers to one prompt; one that makes no sense."""
     model, stock, text, images = pair("qwen2.5-vl")

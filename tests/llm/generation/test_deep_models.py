@@ -113,6 +113,7 @@ def test_stock_runs_once_more_for_deep_models_alone(deep, shallow, monkeypatch):
     assert more["with_rounding"] >= 1 == more["differing_part"]
 
 
+@pytest.mark.turns(2)
 def test_stock_runs_again_as_it_ran_before(monkeypatch):
     """Without noise it gives the same to the bit, whatever has been fused since; quantized products are torch's own."""
     trying, reference, experts = self_test._convention, DecoderForward.reference, ExpertsForward.fast

@@ -82,6 +82,7 @@ def while_training(model, ids, mask):
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2"])
 @pytest.mark.share(10)
+@pytest.mark.turns(2)
 def test_a_call_that_runs_stock(name, call, pair):
     """It gives what stock gives, is counted, and the next call is as fast as ever."""
     ours, stock = pair(name)
@@ -284,6 +285,7 @@ def seen(model, find, before: bool) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(("case", "before"), in_turn(PLACES, [True, False]), ids=str)
 @pytest.mark.share(2)
+@pytest.mark.turns(2)
 def test_a_hook_is_shown_what_stock_shows(case, before, pair):
     name, place, fast = case
     ours, stock = pair(name)

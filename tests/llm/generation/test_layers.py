@@ -46,6 +46,7 @@ def test_a_layers_own_code_runs_around_its_attention(name, pair_of):
 
 
 @pytest.mark.share(1)
+@pytest.mark.turns(2)
 def test_another_attention_in_such_a_layer_runs_stock(pair):
     ours, stock = pair("gemma3n")
     for model in (ours, stock):

@@ -54,6 +54,7 @@ def test_logits_and_the_steps_after(name, lengths, pair_of):
 
 @pytest.mark.parametrize(("name", "mode"), [*every(2, FAST, ["greedy-padded"]), *every(4, FAST, ["greedy"])], ids=str)
 @pytest.mark.share(18)
+@pytest.mark.turns(2)
 def test_every_family(name, mode, pair_of):
     """That the filling is taken, or that the family stays out, is what its way of being called says."""
     ours, stock = pair_of(name)
@@ -72,6 +73,7 @@ CALLS = (
 @pytest.mark.parametrize("mode", [MODE[name] for name in CALLS], ids=str)
 @pytest.mark.parametrize("name", ["llama", "mistral", "gpt2"])
 @pytest.mark.share(6)
+@pytest.mark.turns(2)
 def test_ways_of_generating(name, mode, pair_of):
     ours, stock = pair_of(name)
     inputs = padded(mode.lengths)

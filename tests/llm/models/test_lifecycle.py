@@ -261,6 +261,7 @@ def test_every_kind_of_adapter(name, layers_ran):
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.turns(2)
 def test_what_peft_found_in_an_earlier_plan_and_puts_back_is_taken_off():
     config = peft.PromptTuningConfig(task_type="CAUSAL_LM", **VIRTUAL)
     ours, stock = (make("llama", num_hidden_layers=1) for _ in range(2))
@@ -272,6 +273,7 @@ def test_what_peft_found_in_an_earlier_plan_and_puts_back_is_taken_off():
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.turns(2)
 def test_adapters_are_switched_merged_and_taken_off(layers_ran):
     pair = [adapted("lora"), adapted("lora")]
     for model in pair:

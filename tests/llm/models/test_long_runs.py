@@ -74,6 +74,7 @@ def test_a_cache_is_freed_with_its_last_user(name, pair_of, few_objects):
 
 @pytest.mark.parametrize("name", CORE)
 @pytest.mark.share(6)
+@pytest.mark.turns(2)
 def test_a_cache_that_is_kept_stays_as_it_is(name, pair_of):
     """Whatever else is generated meanwhile; then the conversation goes on."""
     ours, stock = pair_of(name)
@@ -161,6 +162,7 @@ def fail(*args):
     raise ZeroDivisionError
 
 
+@pytest.mark.turns(2)
 def test_restored_and_optimized_over_and_over(pair):
     ours, stock = pair("llama")
     ids, mask = padded()

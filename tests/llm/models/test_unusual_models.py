@@ -127,6 +127,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.turns(2)
 def test_models_of_other_kinds(name):
     kind, (config, writes) = getattr(transformers, name), OTHERS[name]
     torch.manual_seed(0)

@@ -77,6 +77,7 @@ def test_recognized_told_and_equal_to_stock(name, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", ["qwen3-moe", "granite-moe", "gpt-oss", "glm4-moe", "ernie-moe"])
 @pytest.mark.share(10)
+@pytest.mark.turns(2)
 def test_returns_what_stock_returns(name, dtype):
     """In order, form and dtype; shares to the last digit but one."""
     model = accel.optimize(built(name, dtype))

@@ -149,6 +149,7 @@ def test_requests_go_to_the_group_that_has_less(both):
     as_alone(stock, asked)
 
 
+@pytest.mark.turns(2)
 def test_three_stretches_two_of_them_on_one_device(monkeypatch):
     stock = make("llama", num_hidden_layers=4)
     ours = spread(copy.deepcopy(stock), first=1)

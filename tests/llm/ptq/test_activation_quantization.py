@@ -156,6 +156,7 @@ def test_another_rounding_on_top_and_back():
     assert torch.equal(model(ids).logits, wanted)
 
 
+@pytest.mark.turns(2)
 def test_verify_judges_rows_and_the_report_tells_of_the_scales():
     model = calibrated(make("llama"), "int8-static")
     with torch.no_grad():

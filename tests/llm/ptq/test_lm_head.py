@@ -97,6 +97,7 @@ def test_verify_tells_its_loss_and_fails_where_it_is_wrong(name, monkeypatch):
 
 
 @torch.no_grad()
+@pytest.mark.turns(2)
 def test_its_rows_are_never_rounded(tmp_path):
     _, ours = optimized("llama-biases", "int8-head", activations="int8")
     rows = prompt(1, 80)

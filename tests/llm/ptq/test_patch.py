@@ -194,6 +194,7 @@ def test_without_the_originals_restore_says_so_and_leaves_it_quantized(tmp_path)
     ("name", "weights", "place", "count"),
     [("llama-tied", "int8-head", "lm_head", 15), ("gpt-oss", "int8", "model.layers.1.mlp.experts", 12)],
 )
+@pytest.mark.turns(2)
 def test_heads_and_experts_stay_without_their_originals(name, weights, place, count):
     ours, stock = pair(name, weights=weights, keep_original=False)
     ids, mask = padded()

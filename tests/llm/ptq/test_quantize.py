@@ -218,6 +218,7 @@ def quantizable(model) -> set[str]:
     ],
 )
 @pytest.mark.share(24)
+@pytest.mark.turns(2)
 def test_every_fast_family(name, mode, monkeypatch):
     ours, reference = quantized(name, "int8")
     assert {row["path"] for row in accel.report(ours).weights} == quantizable(reference)
@@ -230,6 +231,7 @@ def test_every_fast_family(name, mode, monkeypatch):
 
 @pytest.mark.parametrize(("name", "mode"), every(3, [*CORE, *WITH_HEADS], USED))
 @pytest.mark.share(24)
+@pytest.mark.turns(2)
 def test_every_mode(name, mode):
     table = (*HEADS, *SCHEMES) if name in CORE else HEADS
     weights = table[([*CORE, *WITH_HEADS].index(name) + USED.index(mode)) % len(table)]
@@ -266,6 +268,7 @@ def test_those_not_understood_run_their_own_code_over_quantized_linears(name):
     ids=str,
 )
 @pytest.mark.share(24)
+@pytest.mark.turns(2)
 def test_in_half_precision_as_good_as_stock_over_the_same_weights(name, dtype, weights):
     ours, reference = quantized(name, weights, dtype)
     exact = rounded(reference, ours, torch.float32)  # not even rounded to half precision

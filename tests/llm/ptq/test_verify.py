@@ -106,6 +106,7 @@ def test_the_report_shows_every_weight():
     ids=str,
 )
 @pytest.mark.share(5)
+@pytest.mark.turns(2)
 def test_the_loss_of_rounded_rows_is_told_and_their_products_are_judged(activations, dtype):
     weights = activations.partition("-")[0]
     ids, mask = padded((70, 50))

@@ -49,7 +49,7 @@ def takes_masks_for_one_another() -> bool:
 
 @pytest.mark.share(3)
 @pytest.mark.parametrize("name", [name for (name,) in every(2, FAMILIES)])
-@pytest.mark.turns(2)
+@pytest.mark.turns(3)
 def test_each_request_gets_what_stock_gives_it_alone(name, ranks, saved_model):
     if name == "gemma2" and takes_masks_for_one_another():
         pytest.skip("torch 2.10: a divided embedding that is scaled raises in a second thread, in stock code too")

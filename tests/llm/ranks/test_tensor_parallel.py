@@ -75,7 +75,7 @@ def rows(share: int, names: tuple, size: int = 2, divided: dict | None = None, o
         *rows(1, ("llama",), options={"kv_cache": "int8"}),
     ],
 )
-@pytest.mark.turns(2)
+@pytest.mark.turns(3)
 def test_ranks_write_the_tokens_of_one_process(name, size, divided, options, rank_pool, saved):
     model, folder, given = saved(name, **(WIDE if "weights" in options else {}))
     found = rank_pool(size).run(ranks.write, folder, [CALL], options, {"tp_size": size} | divided, given)

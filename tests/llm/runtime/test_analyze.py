@@ -67,6 +67,7 @@ def test_a_multiplier_of_the_residual_close_to_one_is_not_one(multiplier):
 
 @pytest.mark.parametrize("family", FAST[::EACH], ids=str)
 @pytest.mark.share(6)
+@pytest.mark.turns(2)
 def test_formulas_are_the_same_in_the_coarsest_precision(family):
     """Experts have no linear layer to be made loud: beside a loud attention, rounding hides what they add."""
     coarse = repr(specs(family.name, torch.bfloat16)).replace("wide=True", "wide=False")  # which shows in no other

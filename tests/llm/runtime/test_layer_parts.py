@@ -152,6 +152,7 @@ def test_few_rows_and_calls_that_would_wait_are_not_measured(counted, rows, noti
 
 
 @pytest.mark.parametrize("rows, inside", [(70, True), (520, False)])
+@pytest.mark.turns(2)
 def test_the_norm_before_a_quantized_weight_is_its_own_up_to_512_rows(rows, inside):
     """Beyond, it is done once for all products of an input."""
     seen = []

@@ -110,6 +110,7 @@ def as_near_as_stock(plain, name, given):
 
 
 @pytest.mark.parametrize(("family", "name"), [("sd15", "Q8_0"), ("sdxl", "IQ4_NL")])
+@pytest.mark.turns(2)
 def test_unets_are_fused_around_them(family, name):
     plain = make_unet(family, block_out_channels=(32, 64), cross_attention_dim=32)
     report = as_near_as_stock(plain, name, unet_inputs(plain))
@@ -168,6 +169,7 @@ def test_a_file_that_transformers_dequantizes_at_load(llama):
     as_stock(llama)
 
 
+@pytest.mark.turns(2)
 def test_a_language_model_that_keeps_its_blocks(llama, monkeypatch):
     """As transformers has it where there is a kernel, for which its own dequantized weight stands here."""
     from transformers.integrations.gguf import dequant, kernels, utils

@@ -109,6 +109,7 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("name", always(SETTINGS, "penalty"))
+@pytest.mark.turns(2)
 def test_an_answer_goes_on_as_it_would_have(manager, tokenizer, name):
     prompt, given = tokenizer(TEXT).input_ids, SETTINGS[name]
     whole = settled(manager, prompt, max_new_tokens=MOST, **given).generated_tokens

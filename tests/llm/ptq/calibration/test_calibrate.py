@@ -187,6 +187,7 @@ class Bypassed(torch.nn.Module):
 
 
 @pytest.mark.parametrize("method", ["awq", "smoothquant"])
+@pytest.mark.turns(2)
 def test_ways_are_compared_by_the_first_calls_alone(method, monkeypatch):
     """And all calls decide what the next layer is given."""
     counts = noted(monkeypatch, layer_work, "outputs", lambda layer, calls, *more: len(calls))

@@ -185,6 +185,7 @@ def test_small_scales_are_kept_in_float32():
 
 
 @pytest.mark.parametrize(("name", "weights"), [("mixtral", "int8"), ("gpt-oss", "int4-g32")])
+@pytest.mark.turns(2)
 def test_saved_as_what_the_numbers_stand_for(name, weights, tmp_path):
     before = mixture(name, torch.bfloat16)
     ours = accel.optimize(copy.deepcopy(before), weights=weights)

@@ -133,6 +133,7 @@ def test_inside_an_adapter_it_is_not_saved(tmp_path):
 
 @pytest.mark.parametrize("activations", ["int8", "int8-outliers", "fp8"])
 @torch.no_grad()
+@pytest.mark.turns(2)
 def test_rounded_activations_are_said_and_taken_up_again(activations, tmp_path):
     weights = activations.partition("-")[0]
     model = accel.quantize(make("llama-biases"), weights, activations=activations)
