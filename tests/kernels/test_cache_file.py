@@ -9,8 +9,10 @@ import pwd
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from accel_kernels.attention.backends import AttentionChooser
 from accel_kernels.caches.cache_file import CacheFile, cache_folder, replace_file
 from accel_kernels.gemm.linear import LinearChooser
@@ -190,6 +192,14 @@ def test_a_damaged_key_teaches_nothing(tmp_path, kind, size):
     assert chooser.neighbor(form.format(8), 4.0) is None
     chooser.learn(form.format(8), "flash")
     assert chooser.neighbor(form.format(16), 4.0) in ("flash", None)
+
+
+@pytest.mark.parametrize("stored", ["²", "9" * 5000, "2", "-1", "1"])
+@pytest.mark.share(1)
+def test_a_damaged_number_is_no_algorithm(stored, monkeypatch):
+    monkeypatch.setattr(LinearChooser, "_product", lambda *given: SimpleNamespace(algorithms="ab"))
+    x = torch.empty(8, 8)
+    assert LinearChooser()._holds(stored, "8x8x8 float16", x, None, x, False, 8) == (stored == "1")
 
 
 @pytest.mark.parametrize("folder", ["", "/somewhere/else"])

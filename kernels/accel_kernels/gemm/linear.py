@@ -171,7 +171,7 @@ class LinearChooser(Choices):
 
     def _holds(self, stored: str, key: str, x, bias, weight, gelu: bool, apart: int) -> bool:
         product = self._product(key, x.numel() // x.shape[-1], weight, bias is not None, gelu, apart)
-        return product is not None and stored.isdigit() and int(stored) < len(product.algorithms)
+        return product is not None and stored in map(str, range(len(product.algorithms)))
 
     def _trial(self, key: str, forms: Sequence[Any], gelu: bool, apart: int) -> Iterator[str | None]:
         """Races the algorithms of a product. forms: of x, the weight, and the bias and the residual or None."""
