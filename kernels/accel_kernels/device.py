@@ -97,6 +97,7 @@ class Card:
         known = fields | {"compute": major, "bus": fields.get("bus", 1.0)}
         counts = "compute", "processors", "shared_memory"
         wrong = [name for name in counts if type(known[name]) is not int or known[name] < 1]
+        wrong += ["name"] * (type(known["name"]) is not str)
         wrong += ["compute"] * (type(minor) is not int or minor < 0)
         wrong += [name for name in ("memory", "l2", "bandwidth", "rate") if not 0 <= known.get(name, 0) < inf]
         if wrong or not 0 < known["bus"] <= 1:

@@ -106,7 +106,7 @@ def test_what_is_no_card_is_told(wanted, told):
     [
         {"processors": 0}, {"processors": "28"}, {"shared_memory": None}, {"compute": [8]}, {"compute": [-1, 0]},
         {"memory": "12GB"}, {"bandwidth": float("nan")}, {"rate": -1}, {"bus": 0}, {"cores": 3}, 5,
-        {"compute": [9.7, 0]}, {"processors": True}, "[" * 100_000,
+        {"compute": [9.7, 0]}, {"processors": True}, {"name": []}, "[" * 100_000,
     ],
 )  # fmt: skip
 @pytest.mark.share(1)
