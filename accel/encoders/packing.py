@@ -211,8 +211,10 @@ def bucket(tokens: int) -> int:
 
 
 def ignores_padding(root: nn.Module, part: nn.Module, inputs: Inputs, example: dict[str, Any]) -> bool:
-    """Whether what the root gives of padded inputs is the same to the bit whatever a part of it, an encoder or the last
-    of its layers, gives in rows of padding behind them.
+    """Whether what the root gives of padded inputs is the same to the bit, whatever a part of it gives in rows of
+    padding behind them.
+
+    part: an encoder, or the last of its layers.
     """
     given = example | {inputs.mask: random_mask(inputs, example)}
     shown = inputs.shown(given[inputs.mask])
