@@ -216,7 +216,7 @@ def test_what_is_no_value_and_what_has_no_cache(tiny):
         with pytest.raises(ValueError, match="kv_cache=.* is not one of None, 'int8', 'fp8'"):
             accel.optimize(model, kv_cache=value)
     assert accel.Options(kv_cache="int8").lossy == "kv_cache='int8'"
-    with pytest.raises(ValueError, match="for causal language models; a UNet2D"):
+    with pytest.raises(ValueError, match="for causal language models and encoder-decoders; a UNet2D"):
         accel.optimize(unet := tiny.unet(), kv_cache="int8")
     assert not accel.report(unet).sites
 
