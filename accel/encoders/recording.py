@@ -14,7 +14,7 @@ from torch import nn
 
 from accel.encoders.bidirectional_attention import OWN_MASK, BidirectionalSpec, EncoderRecord
 from accel.encoders.inputs import PLACES
-from accel.encoders.own_code import OwnCode
+from accel.encoders.own_code import OwnCode, Unwritten
 from accel.encoders.position_bias import SeenBias, learned, listening_to_biases, long_text
 from accel.encoders.windows import Moved, added_by, one_window
 from accel.errors import reason_of
@@ -174,7 +174,8 @@ def understand_encoder(model: Any, call: dict[str, Any]) -> tuple[str, dict[str,
         inside = {one for layer in seen.layers for one in layer.layer.modules()}
         others = listening((one, recorder.note) for one in model.modules() if one not in inside)
         biases = listening_to_biases(model, seen.biases)
-        with resting(model), math_attention(), recorder.attached(model), recorder.until_shown, biases, others:
+        attached = recorder.attached(model)
+        with resting(model), math_attention(), Unwritten(model), attached, recorder.until_shown, biases, others:
             type(model).forward(model, **call)
     except NotUnderstood:
         raise

@@ -33,7 +33,7 @@ from accel.encoders.inputs import (
     wide_call,
 )
 from accel.encoders.own_attention import ALONE, OwnAttention, OwnCodeForward, own_attentions
-from accel.encoders.own_code import hides_all_from_some
+from accel.encoders.own_code import Writes, hides_all_from_some
 from accel.encoders.packing import ignores_padding
 from accel.encoders.picture_sizes import picture_sizes
 from accel.encoders.position_bias import PositionBiasForward, long_text
@@ -118,6 +118,8 @@ def match_encoder(site: Site, context: Context, root: nn.Module) -> Match | Skip
             pool = context.of(GraphPool)
             forward.runner = GraphRunner(model, site.path, pool, context.log, graph_obstacle, graphs is True)
         calls.packed = calls.packed or masked
+    except Writes as reason:
+        return Skip(str(reason))
     except NotUnderstood as reason:
         return _own_code(site, context, inputs, str(reason))
     zeros = context.options.padding == "zeros" and not inner  # whose convolutions mix rows

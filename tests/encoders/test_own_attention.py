@@ -216,3 +216,13 @@ def test_a_change_in_place_that_a_view_would_show_is_refused(change):
             change(scores)
         other[0] = 0.0
         assert not (other[0] * 2).any() and torch.equal(other[1] + 0.0, wanted[1])
+
+
+def test_a_forward_that_writes_into_its_weights_is_not_tried():
+    """RWKV's first one divides some and notes that on the model: what was noted was put back, they were not."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "attention_hidden_size": 32, "num_hidden_layers": 4}
+    model = t.RwkvModel(t.RwkvConfig(vocab_size=64, rescale_every=2, **sizes)).eval()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    report = accel.report(accel.optimize(model))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert any("its forward writes into its weights" in row[3] for row in report.sites)
