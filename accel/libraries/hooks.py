@@ -156,6 +156,11 @@ def _lift_dispatch(model: nn.Module) -> Callable[[], None] | None:
     device_map = getattr(model, "hf_device_map", None)
     if any(map(_not_in_ram, held)) or "disk" in (device_map or {}).values():
         raise ValueError("some of its weights are on a disk, or nowhere: load it with RAM for all of them")
+    if any(hook_of(one) is not None and _wrapper(vars(one).get(FORWARD)) is not None for one in model.modules()):
+        # accelerate puts the forward back that it found, without what was put around it since.
+        raise ValueError(
+            "hooks of diffusers, such as casts, lie over its offload: put those on first, or leave one off"
+        )
     accelerate.hooks.remove_hook_from_module(model, recurse=True)
     vars(model).pop("hf_device_map", None)
     moving = next((one for one in held if one.offload), held[0])  # the model's own only brings results back

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from accelerate import cpu_offload
 
 import accel
 from accel.casting import casts_of, in_place
@@ -12,6 +13,7 @@ from accel.cuda_graphs.rule import GraphForward, graph_obstacle
 from benchmarks.models.adapters_soak import case_of, copied
 from benchmarks.models.buffered_calls import buffered
 from support.diffusion.outputs import close, run
+from support.objects.streaming import flux
 
 peft = pytest.importorskip("peft")
 FP8 = torch.float8_e4m3fn
@@ -76,3 +78,15 @@ def test_adapters_and_weights_in_blocks_run_fused_beside_stored_ones(name, cast_
         with in_place(casts_of(ours.modules())):
             torch.testing.assert_close(buffered(buffers, lambda: call(ours)), wanted)
     assert accel.report(ours).fallbacks == [] and bool(buffers.groups) is not cast_too
+
+
+@torch.no_grad()
+def test_casts_over_an_offload_are_not_taken_off_with_it(streaming):
+    """accelerate would put the forward back that it found, and weights in 8 bits would be multiplied as they are."""
+    model, call = flux()
+    cpu_offload(model, torch.device("cpu"))
+    model.enable_layerwise_casting(storage_dtype=FP8, compute_dtype=torch.float32)
+    wanted = call(model)
+    with pytest.raises(ValueError, match="memory=: hooks of diffusers, such as casts, lie over its offload"):
+        accel.optimize(model, memory=10**9)
+    assert torch.equal(call(model), wanted)
