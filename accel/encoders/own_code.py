@@ -48,15 +48,17 @@ class Unwritten(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         name = getattr(func, "__name__", "")
-        inside = name == "__setitem__" or (name.startswith("__i") and name not in READS)
-        if (
-            (inside if name.startswith("__") else name.endswith("_"))
-            and args
-            and isinstance(args[0], torch.Tensor)
-            and args[0].data_ptr() in self.places
-        ):
+        written = args[0] if args and _writes(name) else None
+        if isinstance(written, torch.Tensor) and written.data_ptr() in self.places:
             raise Writes("its forward writes into its weights")
         return func(*args, **(kwargs or {}))
+
+
+def _writes(name: str) -> bool:
+    """Whether a function of torch of this name writes into its first argument."""
+    if name.startswith("__"):
+        return name == "__setitem__" or (name.startswith("__i") and name not in READS)
+    return name.endswith("_")
 
 
 class OwnCode(FusedProducts):

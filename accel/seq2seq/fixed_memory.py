@@ -69,12 +69,11 @@ class FixedMemory:
 
     def scales(self, part: int, shape: Shape) -> torch.Tensor | None:
         """Of a part in 8 bits, (layers, 2, rows, blocks, heads, tokens of each) float32."""
-        flat, *size = self.flat[part], *_blocks(shape)
+        flat, size = self.flat[part], _blocks(shape)
         if flat.dtype not in TOPS:
             return None
         *outer, tokens, heads, dim = size
-        count = outer[0] * outer[1] * outer[2] * outer[3] * tokens * heads
-        behind = flat[count * dim : count * (dim + SCALE)]
+        behind = flat[size.numel() : size.numel() // dim * (dim + SCALE)]
         return behind.view(torch.float32).view(*outer, heads, tokens)
 
     def rows(self, part: int, shape: Shape) -> torch.Tensor:
@@ -102,17 +101,18 @@ def _store(memory: torch.Tensor, scales: torch.Tensor | None, tokens: int, beams
     device = memory.device
     table = torch.arange(rows * columns, dtype=torch.int32, device=device).view(rows, columns)
     table, rows = table.repeat_interleave(beams, 0), rows * beams
-    layers = [tuple(own.flatten(1, 2)) for own in memory]
+    layers = [(*own.flatten(1, 2),) for own in memory]
     if scales is not None:
         layers = [(*own, *more.flatten(1, 2).mT) for own, more in zip(layers, scales, strict=True)]
     metadata = metadata_of(columns, [(table, *own) for own in layers], device)
     mask = torch.ones(rows, columns * BLOCK, dtype=torch.bool, device=device)
     metadata[LENGTH], metadata[PADDING_MASK] = tokens - 1, mask.data_ptr()
     counters = torch.zeros(rows * heads * COUNTED, dtype=torch.int32, device=device)
-    kvs = [
-        KV(keys, values, table, mask, metadata, index, False, counters, beams == 1, False, None, *more)
-        for index, (keys, values, *more) in enumerate(layers)
-    ]
+    kvs = []
+    for index, (keys, values, *more) in enumerate(layers):
+        named: dict[str, Any] = dict(zip(("key_scales", "value_scales"), more, strict=False))
+        named |= {"split_counters": counters, "ordered": beams == 1}
+        kvs.append(KV(keys, values, table, mask, metadata, index, **named))
     return FixedStore(kvs, metadata, mask)
 
 

@@ -102,11 +102,11 @@ def _understand(forward: Seq2SeqForward, trial: StepTrial, context: Context) -> 
         raise
     finally:
         forward.apart = False
-    told = rounding_loss(left, placement(model)[1])
+    told = rounding_loss(left, placement(model)[1]) if left else kind
     if left and context.options.strict:
         raise SkippedSite(f"strict=True: kv_cache={kind!r}: {told}")
     forward.codes = None if left else codes
-    return stack, "" if kind is None else f"; what the encoder gave in {kind if not left else told}"
+    return stack, "" if kind is None else f"; what the encoder gave in {told}"
 
 
 def _of_head(forward: Seq2SeqForward, context: Context) -> list[Patch]:

@@ -13,9 +13,7 @@ from accel_kernels.rowwise import functions_triton, row_numbers_triton
 from accel_kernels.rowwise.program import RowProgram, lanes, register_widths
 from accel_kernels.rowwise.source import Source
 from accel_kernels.rowwise.tiling import (
-    Access,
     Memory,
-    Tiling,
     access_of,
     collapsed,
     contiguous,
@@ -102,16 +100,9 @@ def plan_of(
 
 
 @lru_cache(maxsize=1024)
-def kernel_of(
-    program: RowProgram,
-    inputs: tuple[Access, ...],
-    outputs: tuple[Access, ...],
-    tiling: Tiling,
-    early: bool = False,
-    by_hand: bool = False,
-) -> Any:
-    """The compiled-on-demand kernel of a text, under a name by which Python finds its lines again."""
-    return _jit(Source(program, inputs, outputs, tiling, early, by_hand).text)
+def kernel_of(*source: Any) -> Any:
+    """The kernel, compiled on demand, of the text that `Source` writes of these arguments."""
+    return _jit(Source(*source).text)
 
 
 @lru_cache(maxsize=1024)
