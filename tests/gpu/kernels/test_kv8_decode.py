@@ -43,7 +43,7 @@ def made(kind, dtype, length, group=4, dim=128):
     both = torch.randn(ROWS, 1, heads + 2 * KV_HEADS, dim, device="cuda", dtype=dtype)
     angles = torch.rand(ROWS, 1, dim // 2, device="cuda") * 6.28
     q, k, v = both.split([heads, KV_HEADS, KV_HEADS], dim=2)
-    assert decodes_kv8(q, k, None, kv)
+    assert decodes_kv8(q, None, kv)
     return q, k, v, kv, dim**-0.5, {"cos": angles.cos().to(dtype), "sin": angles.sin().to(dtype)}
 
 

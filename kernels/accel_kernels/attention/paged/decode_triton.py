@@ -181,9 +181,9 @@ def decode_kernel(
     )  # fmt: skip
 
 
-def decodes_kv8(q, k, cos, kv) -> bool:
+def decodes_kv8(q, cos, kv) -> bool:
     """Whether `kv8_decode_kernel` takes a call."""
-    if kv.key_scales is None or k is None or interpreted() or not has(q.device, Feature.WIDE_PRODUCTS):
+    if kv.key_scales is None or interpreted() or not has(q.device, Feature.WIDE_PRODUCTS):
         return False
     heads, dim = q.shape[2:]
     few = heads // kv.keys.shape[2] <= HEADS and (cos is None or 2 * cos.shape[-1] == dim)
@@ -200,7 +200,7 @@ def decode(
     """
     (rows, _, heads, dim), kv_heads = q.shape, kv.keys.shape[2]
     units, group = rows * kv_heads, heads // kv_heads
-    kv8 = not chunked and bias is None and decodes_kv8(q, k, cos, kv) if kv8 is None else kv8
+    kv8 = not chunked and bias is None and decodes_kv8(q, cos, kv) if kv8 is None else kv8
     packed = packing(kv.key_scales, kv.values, q.dtype)
     most = KV8_MOST_SPLITS if kv8 else MOST_SPLITS
     few = split_count(units, q.device, FILL, most)

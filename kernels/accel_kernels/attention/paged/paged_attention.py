@@ -279,6 +279,8 @@ CASES = (
     _llama("llama-decode-8k-int8", 8, 8191, 1, **INT8),
     _llama("llama-decode-8k-fp8", 8, 8191, 1, **FP8),
     _large("int8-decode-valid", 2, 317, 1, 8, 2, 128, rotary=128, padding_mask=True, shuffled=True, **INT8),
+    _large("int8-borrowed-decode-mha", 3, 190, 1, 3, 3, 64, padding_mask=True, borrowed=True, **INT8),
+    _large("int8-borrowed-decode-turned", 2, 900, 1, 8, 2, 128, rotary=128, window=300, borrowed=True, **INT8),
     _large("int8-decode-window", 1, 900, 1, 14, 2, 64, window=300, sinks=True, **INT8),
     _large("int8-decode-partial", 1, 317, 1, 8, 2, 128, rotary=64, **INT8),
     _large("int8-decode-interleaved", 2, 190, 1, 8, 2, 128, rotary=128, interleaved=True, **INT8),

@@ -79,6 +79,12 @@ def kv8_decode_kernel(
     padding_mask = None
     if HAS_PADDING_MASK:
         padding_mask = gl.load(metadata_ptr + AT_PADDING_MASK) + b * gl.load(metadata_ptr + AT_COLUMNS) * BLOCK
+    if k is None:  # the new token is stored already, by a kernel that may not have ended
+        stored += 1
+        if window is not None:
+            window += 1
+        if PDL:
+            tl.extra.cuda.gdc_wait()
     blocks, start, stop, active = share_of(stored, window, split, splits, few_splits, True, BLOCK, LEAST)
     if ragged is not None:  # behind the decodes there is none
         active = gl.where(b < gl.load(ragged.counts), active, 0)
@@ -240,12 +246,13 @@ def kv8_decode_kernel(
     row_max = gl.max(gl.reshape(gl.max(row_max, axis=0), [8, 4]), axis=1)
     row_max = gl.convert_layout(row_max, gl.SliceLayout(1, WIDE))
 
-    if split == active - 1:
-        row_max, row_sum, total = add_new(
-            row_max, row_sum, total, query, k.data + b * k.row + g * k.head, v.data + b * v.row + g * v.head, k_norm,
-            slopes_ptr, table, padding_mask, metadata_ptr + AT_LAYERS + OF_EACH * layer, stored, g, kv_heads, scale,
-            softcap, d_idx, mate, m_idx, cos, sin, sign, DIM, PAIRS, BLOCK, GROUP, KV_DTYPE, WIDE,
-        )  # fmt: skip
+    if k is not None:
+        if split == active - 1:
+            row_max, row_sum, total = add_new(
+                row_max, row_sum, total, query, k.data + b * k.row + g * k.head, v.data + b * v.row + g * v.head,
+                k_norm, slopes_ptr, table, padding_mask, metadata_ptr + AT_LAYERS + OF_EACH * layer, stored, g,
+                kv_heads, scale, softcap, d_idx, mate, m_idx, cos, sin, sign, DIM, PAIRS, BLOCK, GROUP, KV_DTYPE, WIDE,
+            )  # fmt: skip
     finish_heads(
         total, row_max, row_sum, o_ptr, scratch, split, splits, active, b, g, heads, m_idx,
         GROUP, power_of_two_up(GROUP), DIM, WIDE, num_warps,
