@@ -125,6 +125,16 @@ def test_first_calls_are_compared():
     assert op.outcomes.rows() == ["no test ran on such a card: 2 kinds of calls checked, which agree"]
 
 
+def test_what_the_reference_does_not_give_is_not_compared():
+    """As channel stats, which `group_norm` reads."""
+    op = dataclasses.replace(op_of(None), reference=lambda x: (2 * x, None))
+    vars(op)["triton"] = lambda x: (x + x, (x.sum(), 3))
+    for _ in range(2):
+        y, stats = checked(op, x := torch.randn(4))
+        assert torch.equal(y, 2 * x) and stats == (x.sum(), 3)
+    assert op.outcomes.rows() == ["no test ran on such a card: 1 kinds of calls checked, which agree"]
+
+
 @pytest.mark.parametrize("wrong", [lambda x: x * 2.1, lambda x: x * float("nan"), lambda x: (2 * x)[:1]])
 def test_what_computes_something_else_is_not_run_again(wrong):
     calls = []
