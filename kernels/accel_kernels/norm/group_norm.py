@@ -16,8 +16,9 @@ def reference(x, num_groups, weight, bias, eps, *, add=None, shift=None, silu=Fa
     channel_stats: what `image_sum` or `image_concat` returned beside x, which saves reading it; None where it did not.
     dtype: of the result, where it is not that of x. Weight and bias are of the wider of both.
     """
-    if dtype is not None and dtype != x.dtype:
-        wide = torch.promote_types(x.dtype, dtype)
+    dtype = dtype or x.dtype
+    wide = torch.promote_types(x.dtype, dtype if weight is None else torch.promote_types(dtype, weight.dtype))
+    if (x.dtype, dtype) != (wide, wide):
         given = {"add": add, "shift": shift, "silu": silu}
         return reference(x.to(wide), num_groups, weight, bias, eps, **given).to(dtype)
     if shift is not None:
