@@ -13,13 +13,13 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from accel_kernels.device import Feature, card, has, interpreted, multiprocessors, programmatic, shared_memory
+from accel_kernels.device import Feature, card, has, interpreted, multiprocessors, programmatic
 from accel_kernels.gemm.epilogue import Epilogue
 from accel_kernels.gemm.epilogue_triton import epilogue, store_sum, tile_place
 from accel_kernels.gemm.hopper.hopper_gemm import hopper_gemm
 from accel_kernels.gemm.quantize_rows import QuantizedRows
 from accel_kernels.gemm.quantized_weight import PackedWeight, Quantized
-from accel_kernels.gemm.tile_model import stage_bytes, tile_cost
+from accel_kernels.gemm.tile_model import held_stages, reads_registers, stage_bytes, tile_cost
 from accel_kernels.sizes import cdiv
 from accel_kernels.warmup import launch
 
@@ -41,6 +41,8 @@ SHAPES = tuple(
         (64, 64, 128, 4, 4), (128, 64, 128, 4, 3), (64, 128, 128, 4, 4), (128, 128, 128, 4, 3), (128, 128, 128, 8, 4)
     )
 )  # fmt: skip
+# Where operands are read from registers: two programs of four warps, and three stages of each, have room in 99 KB.
+NARROW_SHAPES = tuple(Shape(rows, columns, 64, 4, 4) for rows in (64, 128) for columns in (64, 128))
 MOST_SUMS = 4096  # to a warp: 128 registers of a thread
 LONG = 8192  # inputs from which on loading and multiplying outweigh all that follows them
 OUTLIERS = tl.constexpr(16)  # outlier columns to a step, the least that tensor cores take
@@ -192,8 +194,9 @@ def by_tiles(x, weight, epilogue, shape):
     rows, gate = x.data.numel() // depth, up is not None
     y = torch.empty((*x.data.shape[:-1], n), device=x.data.device, dtype=x.dtype)
     tiles = cdiv(rows, shape.rows) * cdiv(n, shape.columns)
-    held = stage_bytes(shape, 1, 1, gate) * shape.stages
-    programs = multiprocessors(y.device) * max(1, shared_memory(y.device) // held)
+    known = card(y.device)
+    held = stage_bytes(shape, 1, 1, gate) * held_stages(shape.stages, known)
+    programs = known.processors * max(1, known.shared_memory // held)
     tma, numbers = has(y.device, Feature.TMA), (x.data.view(rows, depth), weight.data, (up or weight).data)
     sources = [
         TensorDescriptor.from_tensor(data.detach(), [height, shape.depth]) if tma else data
@@ -247,10 +250,10 @@ def chosen(rows: int, n: int, depth: int, gate: bool, device: torch.device) -> S
     if interpreted():
         return Shape(32, 32, 128, 4, 2)
     known = card(device)
-    room, beside = known.shared_memory - 32 * 1024, Feature.SHARED_OPERANDS not in known.features  # one in registers
+    room, beside = known.shared_memory - 32 * 1024, reads_registers(known)
     fitting = [
         shape._replace(stages=max(2, min(shape.stages, beside + room // stage_bytes(shape, 1, 1, gate))))
-        for shape in SHAPES
+        for shape in (NARROW_SHAPES if reads_registers(known) else SHAPES)
         if shape.rows * shape.columns * (1 + gate) <= MOST_SUMS * shape.warps
     ]
-    return min(fitting, key=lambda shape: tile_cost(shape, rows, n, gate, 1, 1, known.processors, known.shared_memory))
+    return min(fitting, key=lambda shape: tile_cost(shape, rows, n, gate, 1, 1, known))

@@ -5,17 +5,17 @@ import math
 from pathlib import Path
 
 import pytest
-from accel_kernels.gemm.tile_model import tile_cost
+from accel_kernels.gemm.tile_model import reads_registers, tile_cost
 
 from support.kernels.cards import CARDS, made_up
 
 pytest.importorskip("triton")
 
-from accel_kernels.gemm.int8_linear_triton import SHAPES
+from accel_kernels.gemm.int8_linear_triton import NARROW_SHAPES, SHAPES
 from accel_kernels.gemm.quantized.many_rows_triton import TILES
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
-H200 = made_up(90)
+H200, REGISTERS = made_up(90), made_up(89)
 SIZES = {"qkv": 6144, "out": 4096, "gate-up": 28672, "down": 4096, "head": 128256}  # outputs
 
 
@@ -41,7 +41,7 @@ def int8_linear():
 def test_it_finds_what_was_the_fastest(measured, usual):
     count = 0
     for tiles, sizes in measured():
-        cost = {tile: tile_cost(tile, *sizes, H200.processors, H200.shared_memory) for tile in tiles}
+        cost = {tile: tile_cost(tile, *sizes, H200) for tile in tiles}
         ours = [tile for tile in tiles if any(tile == tuple(one)[:5] for one in usual)]
         for known in (tiles, ours):
             assert tiles[min(known, key=cost.get)] <= 1.05 * min(tiles[tile] for tile in known), sizes
@@ -49,11 +49,24 @@ def test_it_finds_what_was_the_fastest(measured, usual):
     assert count >= 16
 
 
+@pytest.mark.parametrize("kind", ["int8-rows", "int8", "int4"])
+def test_where_tensor_cores_read_registers(kind):
+    """Of the tiles that are tried there; of all that were measured they have one that is as fast as the fastest."""
+    usual = NARROW_SHAPES if kind == "int8-rows" else [tile for tile in TILES if tile.warps == 4]
+    given = (1, 1) if kind == "int8-rows" else (2, 1)
+    for product, ways in json.loads((RESULTS / "nvidia-h200-made-8.9-tiles.json").read_text())["us"][kind].items():
+        name, rows = product.split()
+        gate = name == "gate-up"
+        us = {tuple(map(int, way.split())): us for way, us in ways.items() if way[0].isdigit()}
+        ours = [tile for tile in us if tile in {tuple(one)[:5] for one in usual}]
+        sizes = int(rows), SIZES[name] // (1 + gate), gate, *given, REGISTERS
+        assert us[min(ours, key=lambda tile: tile_cost(tile, *sizes))] <= 1.09 * min(us.values()), product
+
+
 @pytest.mark.parametrize("known", CARDS, ids=lambda one: f"{one.name}-{one.processors}")
 def test_every_card_has_a_tile(known):
-    for tiles, itemsize in ((TILES, 2), (TILES, 4), (SHAPES, 1)):
+    shapes = NARROW_SHAPES if reads_registers(known) else SHAPES
+    for tiles, itemsize in ((TILES, 2), (TILES, 4), (shapes, 1)):
         for rows, n in ((65, 4096), (512, 28672), (4096, 320)):
-            costs = [
-                tile_cost(one, rows, n, False, itemsize, 1, known.processors, known.shared_memory) for one in tiles
-            ]
+            costs = [tile_cost(one, rows, n, False, itemsize, 1, known) for one in tiles]
             assert min(costs) < math.inf

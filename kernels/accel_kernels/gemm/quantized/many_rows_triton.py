@@ -19,7 +19,7 @@ from accel_kernels.gemm.epilogue_triton import loaded, store_rows
 from accel_kernels.gemm.fused_linear import apply_norm
 from accel_kernels.gemm.quantized.operands.unpacking_triton import factor, per_word, unpack_mode
 from accel_kernels.gemm.quantized_weight import PackedWeight
-from accel_kernels.gemm.tile_model import tile_cost
+from accel_kernels.gemm.tile_model import reads_registers, tile_cost
 from accel_kernels.warmup import launch
 
 
@@ -105,10 +105,11 @@ def many_rows_tile(rows: int, n: int, gate: bool, device: torch.device, itemsize
     if interpreted():
         return ManyRowsTile(64, 32, 64, 4, 2)
     known = card(device)
-    sizes = rows, n, gate, itemsize, 1, known.processors, known.shared_memory
+    sizes = rows, n, gate, itemsize, 1, known
 
     def fits(tile: ManyRowsTile) -> bool:
-        return tile.x_rows * tile.rows * (1 + gate) <= 2048 * tile.warps
+        few = tile.warps == 4 or not reads_registers(known)  # else numbers of 4 bits took twice as long
+        return few and tile.x_rows * tile.rows * (1 + gate) <= 2048 * tile.warps
 
     return min(filter(fits, TILES), key=lambda tile: tile_cost(tile, *sizes))
 
