@@ -16,7 +16,7 @@ from accel.errors import Refused
 from accel.libraries.adapters import unmerge_disabled
 from accel.offload.blocks import brought_by_another, experts_in, pieces, still_placed
 from accel.offload.budget import BUFFERS, Budget, Measured, WeightSizes, check_fits, room_for_weights, streamed_blocks
-from accel.offload.call_hooks import elements, hook_blocks, hook_model, streamed_model, unhook
+from accel.offload.call_hooks import calls_checked, elements, hook_blocks, hook_model, streamed_model, unhook
 from accel.offload.hot_experts import ExpertTables, HotExperts, stacks_in
 from accel.offload.layout import CPU, as_ordinary, unmovable, weights_in
 from accel.offload.memory import PAGE, HostBuffer
@@ -60,7 +60,7 @@ class StreamedModel(PlacedModel):
         self.tables: ExpertTables | None = None
         self.arena: torch.Tensor | None = None  # on the GPU
         self.measured: dict[str, Measured] = {}  # by path, of parts that were called by themselves; "" is the model
-        self.measuring: tuple[int, int] | None = None  # size of the present call, bytes allocated before
+        self.measuring: tuple[int, int, int] | None = None  # size of the call; bytes allocated, calls checked before
         self.seen: list[str] | None = None  # blocks called in it
         self.due = False  # blocks are to be chosen anew
         self.on_card = self.kept = 0  # bytes there; of these, what stays
@@ -287,7 +287,7 @@ class StreamedModel(PlacedModel):
         if self.hot is not None:
             self.hot.begin_call(self.size)
         if self.unknown and (self.measuring is not None or MEASURING.acquire(blocking=False)):
-            self.measuring, self.seen = (self.size, self._allocated()), []
+            self.measuring, self.seen = (self.size, self._allocated(), calls_checked()), []
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()  # the allocator keeps more than what is asked for, and that counts
                 torch.cuda.reset_peak_memory_stats(self.device)
@@ -312,13 +312,14 @@ class StreamedModel(PlacedModel):
             self.caller, self.measuring, self.seen = 0, None, None
             self.lock.release()
 
-    def _learn(self, size: int, before: int) -> None:
-        """From a call of a new size: what it needed, and in which order it called the blocks."""
+    def _learn(self, size: int, before: int, checked: int) -> None:
+        """From a call of a new size: what it needed but for checks, and in which order it called the blocks."""
         needed, known = self._peak() - before, self.measured.get(self.part, Measured(0, 0))
-        self.measured[self.part], self.due = Measured(size, max(known.nbytes, needed)), True
-        if self.outside + self.sizes.least() + needed > self.budget.card:  # which has more, or it had failed
-            told = type(self.model).__name__, self.sizes.least(), f"{needed / 1e9:.2f} GB"
-            warnings.warn(self.budget.too_little(*told), stacklevel=2)
+        if checked == calls_checked():
+            self.measured[self.part], self.due = Measured(size, max(known.nbytes, needed)), True
+            if self.outside + self.sizes.least() + needed > self.budget.card:  # which has more, or it had failed
+                told = type(self.model).__name__, self.sizes.least(), f"{needed / 1e9:.2f} GB"
+                warnings.warn(self.budget.too_little(*told), stacklevel=2)
         turn = iter(called := dict.fromkeys(self.seen or ()))
         order = [next(turn) if path in called else path for path in self.order]
         if order != self.order:

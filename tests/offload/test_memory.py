@@ -136,21 +136,6 @@ def test_guards_of_layers_see_nothing_of_a_budget(name):
 
 
 @torch.no_grad()
-def test_models_are_measured_one_after_the_other():
-    """A peak is the process's: who begins another one in between makes the first too small."""
-    (first, call), (second, other) = flux(), flux()
-    for model in (first, second):
-        accel.optimize(model, memory=within(model, 0.5))
-    between = threading.Thread(target=torch.no_grad()(other), args=(second,))
-    hook = first.transformer_blocks[1].register_forward_pre_hook(lambda *given: between.start() or between.join(20))
-    call(first)
-    hook.remove()
-    assert streamed(first).measured and not streamed(second).measured and not between.is_alive()
-    other(second)
-    assert streamed(second).measured
-
-
-@torch.no_grad()
 def test_an_encoder_that_generate_calls_finds_its_blocks_on_the_way(monkeypatch):
     """And the decoder its own, in each step."""
     model, call = t5()

@@ -1,0 +1,43 @@
+"""What calls need beside the weights of a budget, and which calls tell it."""
+
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accel_kernels import rms_norm
+
+import accel
+from accel.offload.call_hooks import streamed_model as streamed
+from support.objects.streaming import flux, within
+
+pytestmark = pytest.mark.usefixtures("streaming")
+
+
+@torch.no_grad()
+def test_models_are_measured_one_after_the_other():
+    """A peak is the process's: who begins another one in between makes the first too small."""
+    (first, call), (second, other) = flux(), flux()
+    for model in (first, second):
+        accel.optimize(model, memory=within(model, 0.5))
+    between = threading.Thread(target=torch.no_grad()(other), args=(second,))
+    hook = first.transformer_blocks[1].register_forward_pre_hook(lambda *given: between.start() or between.join(20))
+    call(first)
+    hook.remove()
+    assert streamed(first).measured and not streamed(second).measured and not between.is_alive()
+    other(second)
+    assert streamed(second).measured
+
+
+@torch.no_grad()
+def test_a_call_in_which_kernels_were_checked_is_not_measured(monkeypatch):
+    """References and copies take memory once: blocks would stream for good that have room."""
+    monkeypatch.setitem(vars(rms_norm), "outcomes", SimpleNamespace(outcomes={}, rows=list))
+    model, call = flux()
+    accel.optimize(model, memory=within(model, 0.5))
+    first = model.register_forward_pre_hook(lambda *_: rms_norm.outcomes.outcomes.update(kind="agrees"))
+    call(model)
+    first.remove()
+    assert not streamed(model).measured
+    call(model)
+    assert streamed(model).measured
