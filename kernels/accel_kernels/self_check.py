@@ -5,6 +5,7 @@ kind.
 
 import dataclasses
 from collections.abc import Callable, Iterator
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -81,27 +82,48 @@ def needs_check(device: torch.device) -> bool:
     return device.type == "cuda" and not card(device).measured
 
 
-def kind_of(value: Any) -> Any:
+def kind_of(value: Any) -> tuple:
     """What decides which kernel serves a call, about: dtypes, flags, and sizes up to a power of two."""
+    found: list[Any] = []
+    _note(value, found)
+    return tuple(found)
+
+
+def _note(value: Any, found: list[Any]) -> None:
+    """Appends what tells the kind of a value. Each call of an operation asks, so that it is written for speed."""
+    kind = type(value)
     if isinstance(value, torch.Tensor):
-        return value.dtype, tuple(size.bit_length() for size in value.shape), value.is_contiguous()
-    if value is None or isinstance(value, bool | str | torch.dtype):
-        return value
-    if isinstance(value, int):
-        return value.bit_length()
-    parts = inside(value)
-    return (type(value).__name__, *map(kind_of, parts)) if parts is not None else type(value).__name__
+        found += value.dtype, _magnitudes(value.shape), value.is_contiguous()
+    elif value is None or kind is bool or kind is str or kind is torch.dtype:
+        found.append(value)
+    elif kind is int:
+        found.append(value.bit_length())
+    else:
+        found.append(kind.__name__)
+        for part in inside(value) or ():
+            _note(part, found)
+
+
+@lru_cache(4096)
+def _magnitudes(sizes: torch.Size) -> tuple[int, ...]:
+    return tuple(size.bit_length() for size in sizes)
 
 
 def inside(value: Any) -> list | None:
     """The parts of a value, in order; None where it has none."""
     if isinstance(value, dict):
-        return [part for pair in sorted(value.items()) for part in pair]
+        return [part for pair in value.items() for part in pair]
     if isinstance(value, tuple | list):
-        return list(value)
+        return [*value]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return [getattr(value, field.name) for field in dataclasses.fields(value)]
+        return [getattr(value, name) for name in _names(type(value))]
     return None
+
+
+@cache
+def _names(kind: Any) -> tuple[str, ...]:
+    """Of the fields of a dataclass."""
+    return tuple(field.name for field in dataclasses.fields(kind))
 
 
 def tensors(value: Any) -> Iterator[torch.Tensor]:
