@@ -66,6 +66,16 @@ def prompt_projections(model: nn.Module) -> set[nn.Module]:
     return {part for m in crossing for name in ("to_k", "to_v") for part in m.get_submodule(name).modules()}
 
 
+def projected_together(model: nn.Module) -> set[nn.Module]:
+    """What fused blocks of a UNet compute at once for all of them: projections of its time, and of its prompt."""
+    resnets = (m for m in model.modules() if holds(m, "norm1", "conv1", "norm2", "conv2", "time_emb_proj"))
+    flat = (
+        m for m in resnets if isinstance(m.conv1, nn.Conv2d) and m.conv1.out_channels == m.time_emb_proj.out_features
+    )
+    times = {m.time_emb_proj for m in flat}
+    return times | prompt_projections(model)
+
+
 def refuses_rounding(module: QuantizedLinear, activations: str) -> str | None:
     """Why the products of this linear would not run in 8 bits."""
     sizes = {"inputs": module.in_features}

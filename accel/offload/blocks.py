@@ -1,6 +1,6 @@
 """The blocks of a model that can lie elsewhere between their calls, and what of each does."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from weakref import ref
 
@@ -53,7 +53,7 @@ def experts_in(module: nn.Module) -> tuple[int, tuple[int, ...]]:
         weights = forward.readable() if hasattr(forward, "readable") else None
         return (0, ()) if weights is None else (weights.experts, tuple(weights.steps()))
     stacks = [one for one in module._parameters.values() if one is not None and one.is_meta and one.dim() == 3]
-    alike = len(stacks) == 2 and stacks[0].shape[0] == stacks[1].shape[0]
+    alike = len(stacks) == 2 and stacks[0].shape[0] == stacks[1].shape[0] > 1
     return (stacks[0].shape[0], tuple(one.nbytes // len(one) for one in stacks)) if alike else (0, ())
 
 
@@ -81,12 +81,15 @@ def _is_list_of_blocks(module: nn.Module, alike: bool) -> bool:
     return 0 < len(set(map(type, held))) <= (1 if alike else len(held)) and all(called)
 
 
-def streamable(model: nn.Module, blocks: dict[str, nn.Module]) -> list[list[torch.Tensor]]:
+def streamable(
+    model: nn.Module, blocks: dict[str, nn.Module], joint: Iterable[nn.Module] = ()
+) -> list[list[torch.Tensor]]:
     """Of each block the weights that nobody reads but its call: matrices, in memory that is theirs alone.
 
     Vectors stay: they are small, and a block's last operation may be fused with the norm of the next one. So do masks
     and tables of places, which guards read before a call, and the first weight of all, which tells where a model is;
-    adapters, which are copied for a graph before a call; and what is computed for several blocks at once.
+    adapters, which are copied for a graph before a call; and what is computed for several blocks at once, as are these
+    layers too.
     """
     held = [list(filter(_is_matrix, weights_in(block))) for block in blocks.values()]
     owner: dict[int, set[int]] = {}
@@ -99,24 +102,21 @@ def streamable(model: nn.Module, blocks: dict[str, nn.Module]) -> list[list[torc
     shared |= {one for one in twice if twice.count(one) > 1} if len(set(twice)) < len(twice) else set()
     adapted = (part for one in model.modules() if BASE in one._modules for part in own_parts(one))
     shared |= {id(one) for part in adapted for one in chain(part._parameters.values(), part._buffers.values())}
-    together = {id(layer): layer for forward in _fast_forwards(model) for layer in forward.joint()}
+    layers = chain(joint, *(forward.joint() for forward in _fast_forwards(model)))
+    together = {id(layer): layer for layer in layers}
     shared |= {id(one) for layer in together.values() for one in weights_in(layer)}
     return [[one for one in tensors if id(one) not in shared] for tensors in held]
 
 
-def sizes_of(model: nn.Module) -> WeightSizes:
-    """As `StreamedModel` has them, or would, of a model on any device, meta too."""
+def sizes_of(model: nn.Module, joint: Iterable[nn.Module] = ()) -> WeightSizes:
+    """As `StreamedModel` has them, or would, of a model on any device, meta too. joint: see `streamable`."""
     held = streamed_model(model)
     if held is not None and held.pieces:
         return held.sizes
-    blocks = streamable(model, streaming_blocks(model)) if not any_on_meta(weights_in(model)) else _on_paper(model)
+    blocks = streamable(model, streaming_blocks(model), joint)
     moved = tuple(sum(one.nbytes for one in tensors) for tensors in blocks)
     experts = next((experts_in(one)[0] for one in stacked_experts(model).values()), 0)
     return WeightSizes(nbytes(model) - sum(moved), moved, experts)
-
-
-def _on_paper(model: nn.Module) -> list[list[torch.Tensor]]:
-    return [list(filter(_is_matrix, weights_in(block))) for block in streaming_blocks(model).values()]
 
 
 def _is_matrix(weight: torch.Tensor) -> bool:

@@ -163,8 +163,13 @@ def bytes_in(tensor: Any) -> int:
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """The address at which the memory begins that it lies in; another number where it is made of several tensors."""
-    return id(tensor) if is_traceable_wrapper_subclass(tensor) else tensor.untyped_storage().data_ptr()
+    """The address at which the memory begins that it lies in; another number where it is made of several tensors, or
+    has no memory.
+    """
+    if is_traceable_wrapper_subclass(tensor):
+        return id(tensor)
+    storage = tensor.untyped_storage()
+    return storage._cdata if tensor.is_meta else storage.data_ptr()
 
 
 def _span(tensor: torch.Tensor) -> int:

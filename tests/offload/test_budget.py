@@ -1,5 +1,6 @@
 """`memory=`: what a budget may be, which blocks stream within it, and what a plan tells of that."""
 
+import copy
 import math
 from contextlib import nullcontext
 from itertools import pairwise
@@ -12,6 +13,7 @@ from accel_kernels.device import Card, replayed
 import accel
 from accel.bench.diffusion.streaming import on_paper
 from accel.bench.memory import peak_on_paper
+from accel.diffusion.linears import projected_together
 from accel.errors import Refused
 from accel.offload.blocks import nbytes, sizes_of, streaming_blocks
 from accel.offload.budget import WeightSizes, predicted_seconds, streamed_blocks
@@ -19,7 +21,7 @@ from accel.offload.call_hooks import StreamedCall, whole_runs
 from accel.offload.ring import Ring, repeated
 from accel.options import Options, bytes_of
 from accel.planning.memory import budget_of
-from support.objects.streaming import flux, same, stored
+from support.objects.streaming import flux, rwkv, same, stored, unet
 
 pytestmark = pytest.mark.usefixtures("streaming")
 
@@ -126,6 +128,14 @@ def test_a_capture_that_is_given_up_leaves_nothing(monkeypatch):
                 run()
             for buffer in ring.buffers:
                 buffer.fill_(255)
+
+
+@pytest.mark.parametrize("make", [flux, rwkv, unet])
+def test_a_plan_foresees_what_stays_on_the_card(make):
+    """What a UNet projects for all its blocks at once does; stacks of one matrix are no experts."""
+    model, _ = make()
+    wanted, paper = sizes_of(accel.optimize(copy.deepcopy(model))), model.to("meta")
+    assert sizes_of(paper, projected_together(paper)) == wanted and not wanted.experts
 
 
 def test_a_plan_counts_what_a_call_makes_beside_the_weights():

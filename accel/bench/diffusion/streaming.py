@@ -14,6 +14,7 @@ from accel.bench.budgets import Figures, within_each
 from accel.bench.doctor import bandwidth, bus_rates, product_rates
 from accel.bench.memory import device_bytes, device_peak, release
 from accel.bench.timing import Clock, synchronize
+from accel.diffusion.linears import projected_together
 from accel.libraries.experts import experts_of_a_token
 from accel.offload.blocks import sizes_of
 from accel.offload.budget import predicted_seconds, room_for_weights, streamed_blocks
@@ -126,7 +127,7 @@ def on_paper(model: nn.Module, flops: float, beside: int | None, memory: str, kn
     flops: of a call. beside: bytes that it needs beside the weights, taken for a tenth of the budget where None. known:
     as `speeds`.
     """
-    sizes, budget = sizes_of(model), bytes_of("memory", memory)
+    sizes, budget = sizes_of(model, projected_together(model)), bytes_of("memory", memory)
     room = room_for_weights(budget, beside if beside is not None else budget // 10)
     streamed = streamed_blocks(sizes, room)
     copies, share, left = sizes.copies(streamed, room), 1.0, 1.0  # left: of what is read, off the card
