@@ -3,7 +3,7 @@
 Families are imported when needed, so that importing accel stays light.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -91,6 +91,20 @@ def leave_stock(model: Any, context: Context) -> StageResult:
 def takes_weights(part: object) -> bool:
     """Whether `Options.weights` says something about part."""
     return is_language_model(part) or _denoises(part) or (isinstance(part, nn.Module) and bool(encoder_stages(part)))
+
+
+def quantized_among(parts: Mapping[str, object], weights: str) -> set[str]:
+    """The names of those that this value of `Options.weights` is about: beside a denoiser no encoders. Raises
+    ValueError where a denoiser does not take it.
+    """
+    denoisers = {name: part for name, part in parts.items() if isinstance(part, nn.Module) and _denoises(part)}
+    if denoisers:
+        from accel.diffusion.stages import denoiser_scheme
+
+        for part in denoisers.values():
+            denoiser_scheme(part, weights)
+    takes = is_language_model if denoisers else takes_weights
+    return {*denoisers, *(name for name, part in parts.items() if takes(part))}
 
 
 def keeps_keys(part: object) -> bool:

@@ -25,17 +25,21 @@ def plan(
     bus: Annotated[float, typer.Option(help="GB/s from pinned memory; measured where there is a GPU")] = 25.0,
     tflops: Annotated[float, typer.Option(help="of products in 16 bits; measured where there is a GPU")] = 70.0,
     bandwidth: Annotated[float, typer.Option(help="GB/s of the GPU's memory; measured where there is a GPU")] = 900.0,
-    weights: Annotated[str | None, typer.Option(help="of a language model, as of accel.optimize")] = None,
+    weights: Annotated[str | None, typer.Option(help="as of accel.optimize")] = None,
 ) -> None:
     """Tell which blocks stay on the GPU within a budget, which stream, and the seconds a step. Nothing is loaded."""
     import torch
     from rich.table import Table
 
-    from accel.bench.diffusion.streaming import in_fewer_bits, on_paper, speeds
+    from accel.bench.diffusion.streaming import on_paper, speeds
+    from accel.offload.blocks import nbytes
+    from accel.offload.hooks import comes_whole
     from accel.options import Options, bytes_of
+    from accel.planning.memory import stay_together
+    from accel.saved import INDEX
 
     with user_errors("--memory", ValueError):
-        if not bytes_of("memory", memory):
+        if not (budget := bytes_of("memory", memory)):
             raise ValueError(f"{memory}: a plan is for a size, such as 12GB")
     with user_errors("--weights", ValueError):
         Options(weights=weights)
@@ -48,15 +52,19 @@ def plan(
     quiet()
     columns = "on the GPU GB", "moved GB a step", "s a step", "all there"
     table = Table("part", "weights GB", "blocks", "stream", "experts there", *columns)
-    for name, (part, flops, beside) in _parts(model).items():
-        with user_errors("MODEL", AttributeError, TypeError, ValueError):
-            scheme = weights or _stored(Path(model, name, "config.json"))
-        if scheme is not None:
-            in_fewer_bits(part, scheme)
-        row = on_paper(part, flops, beside, memory, known)
+    parts = _parts(model)
+    models = {name: part for name, (part, *_) in parts.items()}
+    _quantize(models, model, weights)
+    pipeline = Path(model, INDEX).is_file()
+    stay = pipeline and stay_together(models.values(), budget)
+    for name, (part, flops, beside) in parts.items():
+        others = sum(nbytes(one) for one in models.values() if one is not part) if stay else 0
+        whole = pipeline and (stay or comes_whole(part, budget))
+        row = on_paper(part, flops, beside, budget - others, known, whole)
         numbers = (f"{row[key]:.2f}" for key in ("on_card_gb", "moved_gb"))
         seconds = (f"{row[key]:.4f}" for key in ("seconds", "resident_s"))
-        counts = str(row["blocks"]), str(row["streamed"]) if row["fits"] else "does not fit", row["experts"]
+        streamed = "comes whole" if whole and not stay else str(row["streamed"])
+        counts = str(row["blocks"]), streamed if row["fits"] else "does not fit", row["experts"]
         table.add_row(name or type(part).__name__, f"{row['weights_gb']:.2f}", *counts, *numbers, *seconds)
     Console().print(table)
 
@@ -83,6 +91,24 @@ def _parts(model: str) -> "dict[str, tuple[nn.Module, float, int | None]]":
         return {model: (part, 2.0 * sum(p.numel() for p in part.parameters()), None)}
     with user_errors("MODEL"):
         return {name: (part, *_needs(part)) for name, part in without_values(Path(model)).items()}
+
+
+def _quantize(parts: "dict[str, nn.Module]", model: str, weights: str | None) -> None:
+    """Gives models without values the sizes that they are stored in, or that accel.optimize would give them."""
+    from accel.bench.diffusion.streaming import in_fewer_bits, left_as_they_are
+    from accel.families import quantized_among
+
+    with user_errors("MODEL", AttributeError, TypeError, ValueError):
+        stored = {name: _stored(Path(model, name, "config.json")) for name in parts}
+    with user_errors("--weights", ValueError):
+        found = quantized_among(parts, weights) if weights is not None else set()
+        if weights is not None and not found:
+            raise ValueError(f"{weights}: for causal language models, encoders and denoisers; {model} holds none")
+    for name, part in parts.items():
+        if (scheme := stored[name]) is not None:
+            in_fewer_bits(part, scheme)
+        elif weights is not None and name in found:
+            in_fewer_bits(part, weights, left_as_they_are(part, weights))
 
 
 def _stored(file: Path) -> str | None:

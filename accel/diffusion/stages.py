@@ -58,20 +58,9 @@ def round_activations(model: nn.Module, context: Context) -> StageResult:
 
 def denoiser_quantization(root: nn.Module, weights: str, options: Options) -> tuple[Quantization, dict[str, str]]:
     """What is to be done, not done yet; and which linears are kept as they are, by path, and why: by design, so with
-    `strict` too. Raises ValueError for a scheme of fewer bits than images bear, for one that names an output head, and
-    for rows in float8 in a model of float16.
+    `strict` too. Raises ValueError as `denoiser_scheme`, and for rows in float8 in a model of float16.
     """
-    scheme = Scheme.parse(weights)
-    if Scheme.of_head(weights) is not None:
-        raise ValueError(
-            f"weights={weights!r}: only causal language models have an output head; a {type(root).__name__} "
-            "takes 'int8', 'int8-asym' or 'fp8'"
-        )
-    if scheme.weight_dtype == "int4":
-        raise ValueError(
-            f"weights={weights!r}: for causal language models; a {type(root).__name__} takes "
-            "'int8', 'int8-asym' or 'fp8'"
-        )
+    scheme = denoiser_scheme(root, weights)
     chosen, skipped, kept = denoiser_linears(root, scheme)
     half = any(linear.weight.dtype == torch.float16 for linear in chosen.values())
     if half and options.activations is not None and weight_dtype_of(options.activations) == "fp8":
@@ -81,6 +70,16 @@ def denoiser_quantization(root: nn.Module, weights: str, options: Options) -> tu
         )
     options = replace(options, activations=None)
     return DenoiserQuantization(root, weights, options, chosen, skipped, MergeGuard(root)), kept
+
+
+def denoiser_scheme(root: nn.Module, weights: str) -> Scheme:
+    """Raises ValueError for one of fewer bits than images bear, and for one that names an output head."""
+    scheme, takes = Scheme.parse(weights), f"a {type(root).__name__} takes 'int8', 'int8-asym' or 'fp8'"
+    if Scheme.of_head(weights) is not None:
+        raise ValueError(f"weights={weights!r}: only causal language models have an output head; {takes}")
+    if scheme.weight_dtype == "int4":
+        raise ValueError(f"weights={weights!r}: for causal language models; {takes}")
+    return scheme
 
 
 class DenoiserQuantization(Quantization):

@@ -66,6 +66,11 @@ def beneath_offload(module: nn.Module, others: Iterable[str] = ()) -> Iterator[A
     return (value for name, value in vars(module).items() if name not in left_out)
 
 
+def comes_whole(model: nn.Module, card: int) -> bool:
+    """Whether a model of a pipeline that does not fit in so many bytes comes in one piece, as an autoencoder does."""
+    return 2 * nbytes(model) <= card or hasattr(model, "decode") or not streaming_blocks(model)
+
+
 class OffloadSwitch(PartlyCopied):
     """Callable that stands in `vars(pipe)["enable_model_cpu_offload"]`. prepare: see `PlacedModel`. budget: None for
     all of the card.
@@ -110,10 +115,9 @@ class OffloadSwitch(PartlyCopied):
         budget, held = self.budget, streamed_model(model)
         if held is not None and (held.device, held.budget) == (device, budget):
             return held  # whose hook was taken off for a while
-        if budget is not None and 2 * nbytes(model) > budget.card and not hasattr(model, "decode"):
-            if streaming_blocks(model):
-                return StreamedModel(model, device, self.prepare, budget)
-        return PlacedModel(model, device, self.prepare)
+        if budget is None or comes_whole(model, budget.card):
+            return PlacedModel(model, device, self.prepare)
+        return StreamedModel(model, device, self.prepare, budget)
 
     def let_go(self) -> None:
         """The hooks move the models by themselves again."""

@@ -125,6 +125,11 @@ class WeightsPlaced(WeightsMoved):
         return [] if self.value is None else self.value.rows()
 
 
+def stay_together(models: Iterable[nn.Module], card: int) -> bool:
+    """Whether all models of a pipeline are on the GPU at once, within a budget of so many bytes."""
+    return sum(map(nbytes, models)) <= ROOM_FOR_CALLS * card
+
+
 class PipelineTurns(WeightsMoved):
     """A pipeline's models come to the GPU in turns, as under stock's model offload, or stay where all fit."""
 
@@ -144,7 +149,7 @@ class PipelineTurns(WeightsMoved):
                 raise Refused(f"memory=: the weights of a {type(model).__name__} cannot be streamed: {why}")
         if self._hooked():
             return  # they are taken over as they are
-        fits = sum(map(nbytes, models)) <= ROOM_FOR_CALLS * self.budget.card
+        fits = stay_together(models, self.budget.card)
         if not fits:
             check_ram(one for model in models for one in weights_in(model))
         self.before = {model: next(iter(weights_in(model))).device for model in models}

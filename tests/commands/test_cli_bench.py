@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from accel.bench.diffusion.cases import CASES
+from accel.families import quantized_among
+from accel.saved import without_values
 from support.command_line import CALL, DIGITS, run_command
 from support.everything import EVERYTHING
 
@@ -245,9 +247,26 @@ def test_a_plan_is_of_what_a_folder_stores(tmp_path):
     ]:  # fmt: skip
         config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"} | sizes | said
         (tmp_path / "config.json").write_text(json.dumps(config))
-        told = run_command("plan", tmp_path)
-        assert told.exit_code == 0 and weights in told.output, (said, told.output)
+        for asked in ((), ("--weights", "int8"))[: 1 + ("dtype" in said)]:
+            told = run_command("plan", tmp_path, *asked)
+            assert told.exit_code == 0 and ("1.62" if asked else weights) in told.output, (said, told.output)
     for said in ({"quantization_config": {"config_groups": [1]}}, {"architectures": [3]}):
         (tmp_path / "config.json").write_text(json.dumps(config | said))
         told = run_command("plan", tmp_path)
         assert told.exit_code == 2 and "MODEL: " in told.output, said
+
+
+def test_a_plan_is_of_how_a_pipeline_comes_and_of_what_is_quantized(monkeypatch):
+    """Its autoencoder, and what is small, as a whole; beside the denoiser nothing is in fewer bits."""
+    monkeypatch.setattr("accel.offload.budget.SLACK", 0)
+
+    def told(memory):
+        lines = (line.split("│") for line in run_command("plan", DIGITS, "--memory", memory).output.splitlines())
+        return {cells[1].strip(): cells[4].strip() for cells in lines if len(cells) > 4}
+
+    assert told("2MB") == {"text_encoder": "comes whole", "unet": "14", "vae": "comes whole"}
+    assert told("5MB") == dict.fromkeys(("text_encoder", "unet", "vae"), "0")
+    assert quantized_among(without_values(DIGITS), "int8") == {"unet"}
+    for folder, weights, why in [(DIGITS, "int4", "takes 'int8'"), (DIGITS / "vae", "int8", "holds none")]:
+        refused = run_command("plan", folder, "--weights", weights)
+        assert refused.exit_code == 2 and "--weights: " in refused.output and why in refused.output

@@ -41,7 +41,7 @@ def test_a_plan_counts_the_experts_that_stay():
     sizes, wanted = sizes_of(model), sizes_of(twin)  # whose scales are float32
     assert sizes.experts == 4 and sum(wanted.blocks) / 1.15 < sum(sizes.blocks) < sum(wanted.blocks)
     memory = (sizes.on_card(range(4), 1) + sizes.blocks[0] // 2) / 0.9
-    row = on_paper(model, 1.0, None, f"{memory / 1e9:.9f}GB", {"bus": 1.0, "rate": 1e12, "memory": 1e12})
+    row = on_paper(model, 1.0, None, int(memory), {"bus": 1.0, "rate": 1e12, "memory": 1e12})
     assert row["fits"] and row["experts"] == "1 of 4"  # of which a token takes two
     assert row["seconds"] == pytest.approx(0.5 * 0.75 * sum(sizes.blocks), rel=1e-3)
 

@@ -1,12 +1,14 @@
 """What a budget of memory costs: calls of a model within several, beside the model that lies on the card as a whole."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
+from math import ceil
 from typing import Any
 
 import torch
 from accel_kernels.gemm.quantized_weight import FORMATS
 from torch import nn
+from torch.nn.modules.conv import _ConvNd
 
 import accel
 from accel.bench.adapters import plain_subject
@@ -14,11 +16,10 @@ from accel.bench.budgets import Figures, within_each
 from accel.bench.doctor import bandwidth, bus_rates, product_rates
 from accel.bench.memory import device_bytes, device_peak, release
 from accel.bench.timing import Clock, synchronize
-from accel.diffusion.linears import projected_together
+from accel.diffusion.linears import denoises, projected_together, sensitive_linears
 from accel.libraries.experts import experts_of_a_token
 from accel.offload.blocks import sizes_of
-from accel.offload.budget import predicted_seconds, room_for_weights, streamed_blocks
-from accel.options import bytes_of
+from accel.offload.budget import WeightSizes, predicted_seconds, room_for_weights, streamed_blocks
 from accel.quantization.scheme import Scheme
 
 Call = Callable[[nn.Module, int], Any]
@@ -112,23 +113,38 @@ def speeds(device: torch.device) -> dict[str, float]:
     return {"bus": bus.get("pinned to device", bus["pageable to device"]), "memory": bandwidth(device), "rate": rate}
 
 
-def in_fewer_bits(model: nn.Module, weights: str) -> None:
-    """Gives matrices in lists of layers of a model without values the sizes that they have in this scheme."""
+def left_as_they_are(model: nn.Module, weights: str) -> set[nn.Module]:
+    """Parts of a model without values that `accel.optimize(weights=)` does not quantize, in lists of layers too."""
+    scheme = Scheme.parse(weights)
+    shapes = ((part, one.shape) for part in model.modules() for one in part.parameters(recurse=False))
+    odd = {part for part, shape in shapes if len(shape) > 1 and scheme.refuses(shape[-1]) is not None}
+    return odd | sensitive_linears(model).keys() if denoises(model) else odd
+
+
+def in_fewer_bits(model: nn.Module, weights: str, kept: Container[nn.Module] = ()) -> None:
+    """Gives the matrices of linears and experts in lists of layers of a model without values, but for those kept, the
+    sizes that they have in this scheme.
+    """
     scheme = Scheme.parse(weights)
     bits = FORMATS[scheme.weight_dtype].bits + (16 / scheme.group if scheme.group else 0)
-    layers = (one for one in model.modules() if isinstance(one, nn.ModuleList))
-    for matrix in {id(p): p for one in layers for p in one.parameters() if p.dim() > 1}.values():
-        matrix.data = matrix.data[..., : -(-matrix.shape[-1] * int(bits * 64) // 1024)]
+    layers = (part for one in model.modules() if isinstance(one, nn.ModuleList) for part in one.modules())
+    held = (one for one in layers if one not in kept and not isinstance(one, nn.Embedding | _ConvNd))
+    found = {id(one): one for part in held for one in part.parameters(recurse=False) if one.dim() > 1 < one.shape[0]}
+    for matrix in found.values():
+        matrix.data = matrix.data[..., : ceil(matrix.shape[-1] * int(bits * 64) / (512 * matrix.itemsize))]
 
 
-def on_paper(model: nn.Module, flops: float, beside: int | None, memory: str, known: dict[str, float]) -> dict:
+def on_paper(
+    model: nn.Module, flops: float, beside: int | None, memory: int, known: dict[str, float], whole: bool = False
+) -> dict:
     """What `memory=` would do with a model without values: blocks, bytes, seconds a call, of experts for one token.
 
     flops: of a call. beside: bytes that it needs beside the weights, taken for a tenth of the budget where None. known:
-    as `speeds`.
+    as `speeds`. memory: bytes of the budget. whole: it comes in one piece.
     """
-    sizes, budget = sizes_of(model, projected_together(model)), bytes_of("memory", memory)
-    room = room_for_weights(budget, beside if beside is not None else budget // 10)
+    sizes = sizes_of(model, projected_together(model))
+    sizes = WeightSizes(sizes.total, ()) if whole else sizes
+    room = room_for_weights(memory, beside if beside is not None else memory // 10)
     streamed = streamed_blocks(sizes, room)
     copies, share, left = sizes.copies(streamed, room), 1.0, 1.0  # left: of what is read, off the card
     if sizes.experts:
