@@ -8,6 +8,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from accel.offload.blocks import pieces
+from accel.offload.budget import WeightSizes, check_fits
 from accel.offload.layout import storage_of
 from accel.offload.piece import PlacedWeights, WeightPlacement
 
@@ -64,10 +66,19 @@ class OutsideReads(TorchFunctionMode):
         """Whether it is a view of one of these, as our own code makes to find weights side by side."""
         return isinstance(made, torch.Tensor) and storage_of(made) in map(storage_of, read)
 
-    def __exit__(self, *given: Any) -> None:
-        super().__exit__(*given)
+    def __exit__(self, kind: Any = None, *given: Any) -> None:
+        """Raises Refused where what was read does not fit on the card too, rather than at the next call."""
+        super().__exit__(kind, *given)
         self.inside, self.ring, self.homes = "", None, {}
         if self.found:
             self.apart |= self.found
             self.found = set()
             self.streamed.bring_back()
+            if kind is None:
+                self._check()
+
+    def _check(self) -> None:
+        model = self.streamed.model
+        (_, rest), *blocks = pieces(model, self.apart)
+        sizes = WeightSizes(rest.nbytes, tuple(layout.nbytes for _, layout in blocks))
+        check_fits(sizes, self.streamed.budget, type(model).__name__)

@@ -21,7 +21,7 @@ from accel.offload.call_hooks import StreamedCall, whole_runs
 from accel.offload.ring import Ring, repeated
 from accel.options import Options, bytes_of
 from accel.planning.memory import budget_of
-from support.objects.streaming import flux, rwkv, same, stored, unet
+from support.objects.streaming import dit, flux, rwkv, same, stored, unet
 
 pytestmark = pytest.mark.usefixtures("streaming")
 
@@ -43,6 +43,18 @@ def test_sizes():
         accel.optimize(model, memory=sizes_of(model).least() - 1)
     same(model, before)
     assert not any(one._forward_pre_hooks or "forward" in vars(one) for one in model.modules())
+
+
+@torch.no_grad()
+def test_what_code_around_blocks_reads_is_refused_at_the_first_call_where_it_does_not_fit():
+    model, call = dit()
+    before, wanted, least = stored(model), call(model), sizes_of(model).least()
+    accel.optimize(model, memory=least + 20_000)  # where 37 kB more stay on the card than can be known before
+    for _ in range(2):
+        with pytest.raises(Refused, match="needs .* GB for the weights that are on the GPU at once"):
+            call(model)
+    same(accel.restore(model), before)
+    assert torch.equal(call(model), wanted)
 
 
 def test_blocks_are_what_is_called():
