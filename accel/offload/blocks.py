@@ -153,12 +153,12 @@ def nbytes(model: nn.Module) -> int:
 
 
 def pieces(model: nn.Module, apart: set[int]) -> list[tuple[str, Layout]]:
-    """The layout of what is in no block, of path "", as are those apart, by id; and of each block's own weights. Raises
-    ValueError as `Layout`.
+    """The layout of each block's own weights; and last, as the first ones are pinned where not all may be, of what is
+    in none, of path "", as are those apart, by id. Raises ValueError as `Layout`.
     """
     blocks = streaming_blocks(model)
     held = ([one for one in tensors if id(one) not in apart] for tensors in streamable(model, blocks))
     found = dict(zip(blocks, held, strict=True))
     own = {id(one) for tensors in found.values() for one in tensors}
     rest = Layout([one for one in weights_in(model) if id(one) not in own])
-    return [("", rest), *((path, Layout(tensors)) for path, tensors in found.items() if tensors)]
+    return [*((path, Layout(tensors)) for path, tensors in found.items() if tensors), ("", rest)]

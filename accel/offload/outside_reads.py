@@ -79,6 +79,6 @@ class OutsideReads(TorchFunctionMode):
 
     def _check(self) -> None:
         model = self.streamed.model
-        (_, rest), *blocks = pieces(model, self.apart)
+        *blocks, (_, rest) = pieces(model, self.apart)
         sizes = WeightSizes(rest.nbytes, tuple(layout.nbytes for _, layout in blocks))
         check_fits(sizes, self.streamed.budget, type(model).__name__)

@@ -347,4 +347,4 @@ class StreamedModel(PlacedModel):
 
     def rows(self) -> list[tuple[str, str, str]]:
         """(path, placement, note) for the report."""
-        return [piece.row(self.device) for piece in self.pieces]
+        return [piece.row(self.device) for piece in sorted(self.pieces, key=lambda one: bool(one.path))]

@@ -17,7 +17,7 @@ from accel.diffusion.linears import projected_together
 from accel.errors import Refused
 from accel.offload.blocks import nbytes, sizes_of, streaming_blocks
 from accel.offload.budget import WeightSizes, predicted_seconds, streamed_blocks
-from accel.offload.call_hooks import StreamedCall, whole_runs
+from accel.offload.call_hooks import StreamedCall, streamed_model, whole_runs
 from accel.offload.ring import Ring, repeated
 from accel.options import Options, bytes_of
 from accel.planning.memory import budget_of
@@ -55,6 +55,13 @@ def test_what_code_around_blocks_reads_is_refused_at_the_first_call_where_it_doe
             call(model)
     same(accel.restore(model), before)
     assert torch.equal(call(model), wanted)
+
+
+def test_what_streams_is_pinned_before_what_stays():
+    """A buffer is pinned from its first byte, as far as `host_memory` allows."""
+    model, _ = flux(1)
+    places = sorted(streamed_model(accel.optimize(model, memory=nbytes(model))).pieces, key=lambda one: one.start)
+    assert [one.path for one in places] == [*streaming_blocks(model), ""]
 
 
 def test_blocks_are_what_is_called():
