@@ -7,9 +7,10 @@ from weakref import ref
 import torch
 from torch import nn
 
+from accel.errors import Refused
 from accel.libraries.adapters import BASE, own_parts
 from accel.libraries.hooks import forward_slots, grouped_on_disk
-from accel.offload.budget import WeightSizes
+from accel.offload.budget import ROOM_FOR_CALLS, Budget, WeightSizes
 from accel.offload.call_hooks import streamed_model
 from accel.offload.layout import Layout, bytes_in, is_movable, storage_of, weights_in
 from accel.offload.piece import blocks_moved
@@ -150,6 +151,14 @@ def brought_by_another(model: nn.Module) -> bool:
 def nbytes(model: nn.Module) -> int:
     """Of its weights, each counted once; so is the memory that several share, as tied ones do."""
     return sum({one.data_ptr() or id(one): bytes_in(one) for one in weights_in(model)}.values())
+
+
+def check_whole(model: nn.Module, budget: Budget, reason: str | None, alone: bool = False) -> None:
+    """Raises Refused for weights that cannot stream, for this reason, and are too large to be on the card as a whole.
+    alone: nobody else brings them.
+    """
+    if alone or nbytes(model) > ROOM_FOR_CALLS * budget.card:
+        raise Refused(f"memory=: the weights of a {type(model).__name__} cannot be streamed: {reason}")
 
 
 def pieces(model: nn.Module, apart: set[int]) -> list[tuple[str, Layout]]:

@@ -12,9 +12,8 @@ import torch
 from accel_kernels.capture import stream_of_its_own
 from torch import nn
 
-from accel.errors import Refused
 from accel.libraries.adapters import unmerge_disabled
-from accel.offload.blocks import brought_by_another, experts_in, pieces, still_placed
+from accel.offload.blocks import brought_by_another, check_whole, experts_in, pieces, still_placed
 from accel.offload.budget import BUFFERS, Budget, Measured, WeightSizes, check_fits, room_for_weights, streamed_blocks
 from accel.offload.call_hooks import calls_checked, elements, hook_blocks, hook_model, streamed_model, unhook
 from accel.offload.hot_experts import ExpertTables, HotExperts, stacks_in
@@ -71,7 +70,7 @@ class StreamedModel(PlacedModel):
         self.size, self.part = 0, ""  # of the call under way: of what it is given, and the path of what was called
 
     def enter(self, here: torch.device = CPU) -> bool:
-        """From the CPU to the GPU; where that cannot be, nothing is done, and False returned."""
+        """From the CPU to the GPU; where that cannot be, nothing is done, and False returned: as a whole it fits."""
         if self.arena is not None or self.replaced:
             return True
         if self.alone and unmovable(weights_in(self.model), self.device) is None:
@@ -79,6 +78,7 @@ class StreamedModel(PlacedModel):
         elif self.alone:
             type(self.model).to(self.model, here)
         if not super().enter(here):
+            check_whole(self.model, self.budget, self.reason, alone=self.alone)
             return False
         self._place()
         if self.caller:
@@ -274,8 +274,8 @@ class StreamedModel(PlacedModel):
         if self.arena is not None:
             self._place()
             self._begin()
-        elif self.alone and not brought_by_another(self.model) and not self.enter():
-            raise Refused(f"memory=: the weights cannot be streamed: {self.reason}")
+        elif self.alone and not brought_by_another(self.model):
+            self.enter()
 
     def _begin(self) -> None:
         """The weights of blocks that stream are where their bytes will be."""

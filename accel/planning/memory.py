@@ -15,8 +15,8 @@ from accel.errors import Refused
 from accel.fusion.channels_last import ChannelsLast
 from accel.libraries.hooks import HOOKS, is_offloaded, lift, offload_hooks
 from accel.libraries.models import is_pipeline, pipelines_in
-from accel.offload.blocks import nbytes, sizes_of, streaming_blocks
-from accel.offload.budget import Budget, WeightSizes, check_fits
+from accel.offload.blocks import check_whole, nbytes, sizes_of, streaming_blocks
+from accel.offload.budget import ROOM_FOR_CALLS, Budget, WeightSizes, check_fits
 from accel.offload.hooks import GPUS, SWITCH
 from accel.offload.layout import as_ordinary, separate, unmovable, weights_in
 from accel.offload.streamed_model import StreamedModel
@@ -26,7 +26,6 @@ from accel.patching.structure import stock_method
 from accel.planning.plan import Row, StageReport, StageResult
 
 RULE = "memory"
-ROOM_FOR_CALLS = 0.75  # of the budget, that the weights of a whole pipeline may take where all of it stays on the card
 
 
 def card_of(models: Iterable[nn.Module]) -> torch.device:
@@ -104,8 +103,7 @@ class WeightsPlaced(WeightsMoved):
         self.value = StreamedModel(self.model, self.device, _as_it_is, self.budget, alone=True)
         if self.layout is not None and self.device.type == "cuda" and not self.layout.on_gpu:
             self.layout.apply(coming=True)
-        if not self.value.enter():
-            raise Refused(f"memory=: the weights cannot be streamed: {self.value.reason}")
+        self.value.enter()
 
     def undo(self) -> None:
         if not self.before:
@@ -145,8 +143,8 @@ class PipelineTurns(WeightsMoved):
             sizes = WeightSizes(nbytes(model), ()) if whole else sizes_of(model)
             check_fits(sizes, self.budget, type(model).__name__)
             reasons = filter(None, (unmovable([one], one.device) for one in weights_in(model)))
-            if nbytes(model) > ROOM_FOR_CALLS * self.budget.card and (why := next(reasons, None)) is not None:
-                raise Refused(f"memory=: the weights of a {type(model).__name__} cannot be streamed: {why}")
+            if (why := next(reasons, None)) is not None:
+                check_whole(model, self.budget, why)
         if self._hooked():
             return  # they are taken over as they are
         fits = stay_together(models, self.budget.card)

@@ -24,6 +24,7 @@ from accel.diffusion import tiling
 from accel.diffusion.dit.executable import Executable
 from accel.errors import Refused
 from accel.offload.blocks import nbytes, sizes_of
+from accel.offload.budget import Budget
 from accel.offload.call_hooks import streamed_model as streamed
 from accel.offload.memory import HostBuffer
 from accel.offload.piece import PlacedWeights
@@ -61,6 +62,10 @@ def broken(monkeypatch, kind, name, at):
         return method(self, *args, **kwargs)
 
     monkeypatch.setattr(kind, name, interrupted)
+
+
+def no_room(*given):
+    raise torch.OutOfMemoryError("CUDA out of memory.")
 
 
 @pytest.mark.parametrize("place", ["hook", "take", "leave", "begin", "_bring", "_learn"])
@@ -110,11 +115,7 @@ def test_a_block_that_is_called_by_itself_and_interrupted_leaves_no_lock():
 def test_too_little_for_a_call_is_told(monkeypatch):
     model, call = flux()
     accel.optimize(model, memory=within(model, 0.9))
-
-    def short(*given):
-        raise torch.OutOfMemoryError("CUDA out of memory.")
-
-    hook = model.single_transformer_blocks[2].register_forward_pre_hook(short)
+    hook = model.single_transformer_blocks[2].register_forward_pre_hook(no_room)
     with pytest.raises(torch.OutOfMemoryError, match="memory=0.00 GB: a call of this Flux.*CUDA out of memory."):
         call(model)
     hook.remove()
@@ -128,11 +129,7 @@ def test_too_little_for_a_call_is_told(monkeypatch):
 def test_no_room_to_compare_a_block_with_stock_leaves_it_stock(monkeypatch):
     model, call = flux()
     wanted = call(copy.deepcopy(model))
-
-    def short(*given):
-        raise torch.OutOfMemoryError("CUDA out of memory.")
-
-    monkeypatch.setattr(Executable, "__call__", short)
+    monkeypatch.setattr(Executable, "__call__", no_room)
     accel.optimize(model, memory=within(model, 0.9))
     assert all(torch.equal(call(model), wanted) for _ in range(2))
     assert all("out of memory" in why for _, why, _ in accel.report(model).fallbacks) and accel.report(model).fallbacks
@@ -148,18 +145,22 @@ def test_an_interrupted_optimize_leaves_nothing(place, monkeypatch):
     untouched(model, before)
 
 
-@pytest.mark.parametrize("short", ["allocation", "free"])
+@pytest.mark.parametrize("short", ["allocation", "free", "in a call"])
 def test_too_little_ram_is_told(short, monkeypatch, tmp_path):
+    """Also in a call for which a hook brings the model, which would come as a whole."""
     model, _ = flux()
     before, free = stored(model), psutil.virtual_memory()
-    if short == "allocation":
+    hooked = StreamedModel(model, HERE, lambda *given: None, Budget(nbytes(model))) if short == "in a call" else None
+    if short != "free":
         monkeypatch.setattr(HostBuffer, "__init__", lambda self, nbytes: torch.empty(2**60))
     else:
         torch.save(model.state_dict(), tmp_path / "weights")
         model.load_state_dict(torch.load(tmp_path / "weights", mmap=True), assign=True)
         monkeypatch.setattr(psutil, "virtual_memory", lambda: free._replace(available=1000))
     with pytest.raises(Refused, match="cannot be streamed: .*memory|of weights go to the CPU's memory, of which 0.0"):
-        accel.optimize(model, memory=within(model, 0.9))
+        accel.optimize(model, memory=within(model, 0.9)) if hooked is None else hooked.enter()
+    if hooked is not None:
+        hooked.let_go()
     same(model, before)
     assert not any("_call_impl" in vars(one) or "forward" in vars(one) for one in model.modules())
 
