@@ -16,6 +16,7 @@ from torch import nn
 from accel.families import divides, example_of, is_language_model, keeps_keys, note_denoiser, plan_for, takes_weights
 from accel.in_flight import alone, others_run_stock
 from accel.libraries.versions import newer_than_tested
+from accel.offload.hooks import release_forsaken
 from accel.options import Activations, Attention, Cpu, KvCache, Layout, Options, Padding, Parallel, choose
 from accel.parallel.ranks import world
 from accel.patching.owner import disown_inside
@@ -232,6 +233,8 @@ def restore(obj: T) -> T:
             vars(plan.root).pop(PLAN)
     for part in targets.parts_in(obj).values():
         disown_inside(part)
+        if isinstance(part, nn.Module):
+            release_forsaken(part)
     targets.forget_optimized(obj)
     for told in left:
         warnings.warn(f"accel.restore: {told}", stacklevel=2)

@@ -117,7 +117,8 @@ def take_over_offload(pipe: object, context: Context) -> StageResult:
         return StageResult()
     turns = pipeline_turns(pipe, context)
     budget = None if turns is None else turns.budget
-    taken = tuple(OffloadPatch(one, lay_out_for_gpu, budget) for one in pipelines_in(pipe))
+    added = turns is not None and not turns.hooked()
+    taken = tuple(OffloadPatch(one, lay_out_for_gpu, budget, added) for one in pipelines_in(pipe))
     if turns is None:
         return StageResult(taken)
     return StageResult((turns, *taken, *decodes_within(models_of(pipe), turns.budget)))

@@ -79,6 +79,13 @@ def offload_hooks(pipe: Any, devices: tuple[str, ...]) -> Iterator[tuple[nn.Modu
             yield model, hook
 
 
+def remove_hooks(model: nn.Module) -> None:
+    """Those that accelerate has on a model and on all in it."""
+    import accelerate
+
+    accelerate.hooks.remove_hook_from_module(model, recurse=True)
+
+
 def hooks_of(module: nn.Module) -> list:
     """Those that diffusers has put around the module's forward."""
     return list((getattr(vars(module).get(REGISTRY), "hooks", None) or {}).values())
@@ -161,7 +168,7 @@ def _lift_dispatch(model: nn.Module) -> Callable[[], None] | None:
         raise ValueError(
             "hooks of diffusers, such as casts, lie over its offload: put those on first, or leave one off"
         )
-    accelerate.hooks.remove_hook_from_module(model, recurse=True)
+    remove_hooks(model)
     vars(model).pop("hf_device_map", None)
     moving = next((one for one in held if one.offload), held[0])  # the model's own only brings results back
     given: dict[str, Any] = {"offload_buffers": moving.offload_buffers}

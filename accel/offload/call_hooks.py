@@ -98,7 +98,8 @@ def _refusing_gradients(streamed: Any) -> AbstractContextManager:
 
 def _read_again(kept: tuple[torch.Tensor, bool]) -> torch.Tensor:
     if kept[1]:
-        raise Refused("memory=: weights that stream are not kept for gradients: accel.restore the model to train it")
+        told = "accel.restore the model, or the pipeline that brings it, to train it"
+        raise Refused(f"memory=: weights that stream are not kept for gradients: {told}")
     return kept[0]
 
 

@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import torch
 from torch import nn
 
-from accel.libraries.hooks import DETACH, ENTER, FORWARD, HOOK, METHODS, hook_of, offload_hooks
+from accel.in_flight import alone
+from accel.libraries.hooks import DETACH, ENTER, FORWARD, HOOK, METHODS, hook_of, offload_hooks, remove_hooks
 from accel.offload.blocks import nbytes, streaming_blocks
 from accel.offload.budget import Budget
 from accel.offload.call_hooks import streamed_model
@@ -16,16 +17,24 @@ from accel.offload.placed_model import PlacedModel
 from accel.offload.streamed_model import StreamedModel
 from accel.patching.owner import PartlyCopied
 from accel.patching.rule import Patch
+from accel.patching.structure import stock_method
 
 GPUS = ("cuda",)
 SWITCH = "enable_model_cpu_offload"  # which a pipeline calls itself, at the end of each call
 
 
 class HookMethod:
-    """Stands on one hook in the place of one of its methods, which runs with moves of ours."""
+    """Stands on one hook in the place of one of its methods, which runs with moves of ours. switch: of the pipeline."""
 
-    def __init__(self, hook: Any, name: str, placed: PlacedModel):
+    def __init__(self, hook: Any, name: str, placed: PlacedModel, switch: "OffloadSwitch"):
         self.hook, self.name, self.placed = hook, name, placed
+        self.switch, self.added = ref(switch), switch.added
+
+    @property
+    def forsaken(self) -> bool:
+        """Whether no pipeline has the hook: it is gone, or the model was copied, or replaced by another."""
+        switch = self.switch()
+        return switch is None or all(self.hook is not one for _, one in offload_hooks(switch.pipe, GPUS))
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         method = getattr(type(self.hook), self.name)
@@ -73,13 +82,20 @@ def comes_whole(model: nn.Module, card: int) -> bool:
 
 class OffloadSwitch(PartlyCopied):
     """Callable that stands in `vars(pipe)["enable_model_cpu_offload"]`. prepare: see `PlacedModel`. budget: None for
-    all of the card.
+    all of the card. added: hooks come with the budget, and go with it.
     """
 
-    copied = ("pipe", "prepare", "wrapped", "budget")
+    copied = ("pipe", "prepare", "wrapped", "budget", "added")
 
-    def __init__(self, pipe: Any, prepare: Callable[[nn.Module, torch.device], None], budget: Budget | None = None):
-        self.pipe, self.prepare, self.wrapped, self.budget = pipe, prepare, vars(pipe).get(SWITCH), budget
+    def __init__(
+        self,
+        pipe: Any,
+        prepare: Callable[[nn.Module, torch.device], None],
+        budget: Budget | None = None,
+        added: bool = False,
+    ):
+        self.pipe, self.prepare, self.wrapped = pipe, prepare, vars(pipe).get(SWITCH)
+        self.budget, self.added = budget, added
         self.renew()
 
     def renew(self) -> None:
@@ -109,7 +125,7 @@ class OffloadSwitch(PartlyCopied):
                 placed = self._place(model, hook.execution_device)
             self.models.add(model)
             for name in METHODS:
-                vars(hook)[name] = HookMethod(hook, name, placed)
+                vars(hook)[name] = HookMethod(hook, name, placed, self)
 
     def _place(self, model: nn.Module, device: torch.device) -> PlacedModel:
         budget, held = self.budget, streamed_model(model)
@@ -126,6 +142,7 @@ class OffloadSwitch(PartlyCopied):
         for _, hook in offload_hooks(self.pipe, GPUS):
             let_go(hook)
         for model in self.models:
+            release_forsaken(model)
             if (streamed := streamed_model(model)) is not None:
                 streamed.let_go()  # whose hook somebody has taken off
             separate(model)
@@ -139,11 +156,32 @@ def let_go(hook: Any) -> None:
             del vars(hook)[name]
 
 
-class OffloadPatch(Patch):
-    """Hooks that a pipeline has, and those that it gets when its offload is enabled, as it is again by every call."""
+def release_forsaken(model: nn.Module) -> None:
+    """Lets go of a model that came for its turns, in a pipeline that has it no more: who else would?"""
+    method = getattr(hook_of(model), "__dict__", {}).get(ENTER)
+    if type(method) is HookMethod and method.forsaken:
+        with alone(model):
+            method.placed.let_go()
+            let_go(method.hook)
+            if method.added:
+                remove_hooks(model)
+                clear_stock_forward(model)
+            separate(model)
 
-    def __init__(self, pipe: Any, prepare: Callable[[nn.Module, torch.device], None], budget: Budget | None = None):
-        super().__init__(pipe, SWITCH, OffloadSwitch(pipe, prepare, budget))
+
+def clear_stock_forward(model: nn.Module) -> None:
+    """Takes off the forward that hooks leave, its class's own."""
+    if stock_method(model, vars(model).get(FORWARD)):
+        del vars(model)[FORWARD]
+
+
+class OffloadPatch(Patch):
+    """Hooks that a pipeline has, and those that it gets when its offload is enabled, as by every call of it. more:
+    as of an `OffloadSwitch`.
+    """
+
+    def __init__(self, pipe: Any, *more: Any):
+        super().__init__(pipe, SWITCH, OffloadSwitch(pipe, *more))
 
     def apply(self) -> None:
         super().apply()

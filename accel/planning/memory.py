@@ -17,12 +17,11 @@ from accel.libraries.hooks import HOOKS, is_offloaded, lift, offload_hooks
 from accel.libraries.models import is_pipeline, pipelines_in
 from accel.offload.blocks import check_whole, nbytes, sizes_of, streaming_blocks
 from accel.offload.budget import ROOM_FOR_CALLS, Budget, WeightSizes, check_fits
-from accel.offload.hooks import GPUS, SWITCH
+from accel.offload.hooks import GPUS, SWITCH, clear_stock_forward
 from accel.offload.layout import as_ordinary, separate, unmovable, weights_in
 from accel.offload.streamed_model import StreamedModel
 from accel.options import Options, bytes_of
 from accel.patching.rule import Context, set_data
-from accel.patching.structure import stock_method
 from accel.planning.plan import Row, StageReport, StageResult
 
 RULE = "memory"
@@ -145,7 +144,7 @@ class PipelineTurns(WeightsMoved):
             reasons = filter(None, (unmovable([one], one.device) for one in weights_in(model)))
             if (why := next(reasons, None)) is not None:
                 check_whole(model, self.budget, why)
-        if self._hooked():
+        if self.hooked():
             return  # they are taken over as they are
         fits = stay_together(models, self.budget.card)
         if not fits:
@@ -156,18 +155,19 @@ class PipelineTurns(WeightsMoved):
             self.pipe.to(self.device) if fits else getattr(self.pipe, SWITCH)(device=self.device)
         finally:
             self.added = {pipe: (vars(pipe).keys() | {HOOKS}) - names for pipe, names in known.items()}
-        if not fits and not self._hooked():
+        if not fits and not self.hooked():
             raise Refused(f"memory=: models of a {type(self.pipe).__name__} go to the GPU and back in a way of its own")
 
-    def _hooked(self) -> bool:
+    def hooked(self) -> bool:
+        """Whether models take turns already."""
         return any(hook for pipe in pipelines_in(self.pipe) for hook in offload_hooks(pipe, GPUS))
 
     def undo(self) -> None:
         for pipe in self.added:
             pipe.remove_all_hooks()
+        for model in {*self.before, *models_of(self.pipe)} if self.added else ():
+            clear_stock_forward(model)
         for model, device in self.before.items():
-            if stock_method(model, vars(model).get("forward")):
-                del vars(model)["forward"]  # which hooks leave
             model.to(device)
         for pipe, names in self.added.items():
             for name in names:

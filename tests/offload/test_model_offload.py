@@ -13,11 +13,15 @@ from accel.cuda_graphs.fingerprint import Fingerprint
 from accel.cuda_graphs.rule import GraphForward, obstacle
 from accel.diffusion.pipeline import lay_out_for_gpu
 from accel.offload import hooks
+from accel.offload.blocks import nbytes
+from accel.offload.budget import Budget
+from accel.offload.call_hooks import streamed_model
 from accel.offload.layout import separate
 from accel.offload.memory import HostBuffer
 from accel.offload.placed_model import PlacedModel
 from support.diffusion.outputs import close, run
 from support.objects.emulated_card import THERE, Addresses
+from support.objects.streaming import flux
 
 
 @pytest.fixture(autouse=True)
@@ -204,6 +208,28 @@ def test_hooks_of_accelerate_move_by_us_and_leave_graphs_possible(tiny, removed)
     assert removed or "hooks on" in obstacle(model)
     switch.let_go()
     same(model, twin.state_dict())
+    assert all(p.untyped_storage().nbytes() == p.nbytes for p in model.parameters())
+
+
+@pytest.mark.parametrize("change", ["dropped", "copied", "replaced"])
+@torch.no_grad()
+def test_a_model_that_no_pipeline_has_any_more_is_restored(change, streaming):
+    model, call = flux()
+    wanted, kinds = call(model), [set(vars(one)) for one in model.modules()]
+    pipe = Pipe(model)
+    switch = hooks.OffloadSwitch(pipe, lambda *given: None, Budget(int(1.5 * nbytes(model))), added=True)
+    switch()
+    assert torch.equal(call(model), wanted) and streamed_model(model) is not None
+    if change == "dropped":
+        del pipe, switch
+    elif change == "replaced":
+        pipe.model = torch.nn.Linear(1, 1)
+        switch()
+        switch.let_go()
+    else:
+        model = copy.deepcopy(model)
+    accel.restore(model)
+    assert [set(vars(one)) for one in model.modules()] == kinds and torch.equal(call(model), wanted)
     assert all(p.untyped_storage().nbytes() == p.nbytes for p in model.parameters())
 
 
