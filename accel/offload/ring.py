@@ -6,6 +6,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from accel.errors import logged
 
+STAGED = 2**25  # bytes of each buffer of a `Staging`: beside what may be pinned, so little
 NOT_IN_A_GRAPH = "weights beyond what could be pinned (host_memory) are copied by the CPU, which a graph does not"
 
 
@@ -16,11 +17,12 @@ def repeated(nbytes: int, bus: float) -> list[int]:
 
 
 class Staging:
-    """Pinned memory through which blocks go that lie in memory that is not."""
+    """Pinned memory through which blocks go, a part after the other, that lie in memory that is not."""
 
     def __init__(self, nbytes: int, number: int = 2):
+        self.size = min(nbytes, STAGED)
         with torch.inference_mode(False):
-            self.buffers = [torch.empty(nbytes, dtype=torch.uint8, device="cpu").pin_memory() for _ in range(number)]
+            self.buffers = [torch.empty(self.size, dtype=torch.uint8, device="cpu").pin_memory() for _ in range(number)]
         self.free = [torch.cuda.Event() for _ in self.buffers]
         self.next = 0
 
@@ -28,12 +30,13 @@ class Staging:
         """On the current stream. The CPU waits until the copy before the last has left its buffer."""
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError(NOT_IN_A_GRAPH)
-        buffer, free = self.buffers[self.next][: source.nbytes], self.free[self.next]
-        self.next = (self.next + 1) % len(self.buffers)
-        free.synchronize()
-        buffer.copy_(source)
-        target.copy_(buffer, non_blocking=True)
-        free.record()
+        for part, there in zip(source.split(self.size), target.split(self.size), strict=True):
+            buffer, free = self.buffers[self.next][: part.nbytes], self.free[self.next]
+            self.next = (self.next + 1) % len(self.buffers)
+            free.synchronize()
+            buffer.copy_(part)
+            there.copy_(buffer, non_blocking=True)
+            free.record()
 
 
 class Ring:

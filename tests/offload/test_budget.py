@@ -18,7 +18,7 @@ from accel.errors import Refused
 from accel.offload.blocks import nbytes, sizes_of, streaming_blocks
 from accel.offload.budget import WeightSizes, predicted_seconds, streamed_blocks
 from accel.offload.call_hooks import StreamedCall, streamed_model, whole_runs
-from accel.offload.ring import Ring, repeated
+from accel.offload.ring import Ring, Staging, repeated
 from accel.options import Options, bytes_of
 from accel.planning.memory import budget_of
 from support.objects.streaming import dit, flux, rwkv, same, stored, unet
@@ -107,6 +107,27 @@ def test_any_order_finds_its_bytes(order):
             assert torch.equal(ring.buffers[i % 2][: sources[i].nbytes], sources[i])
             ring.leave(i)
         ring.end()
+
+
+def test_what_is_not_pinned_goes_through_little_that_is(monkeypatch):
+    """Of which neither part is overwritten before it has left."""
+    source, target, waiting = torch.arange(11, dtype=torch.uint8), torch.zeros(11, dtype=torch.uint8), []
+    event = SimpleNamespace(synchronize=lambda: [copy() for copy in waiting[:-1]], record=lambda: None)
+    monkeypatch.setattr("accel.offload.ring.STAGED", 4)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    staging = Staging(11)
+    copied = torch.Tensor.copy_
+
+    def later(self, other, non_blocking=False):
+        return waiting.append(lambda: copied(self, other)) if non_blocking else copied(self, other)
+
+    monkeypatch.setattr(torch.Tensor, "copy_", later)
+    staging.copy(target, source)
+    for copy in waiting[-2:]:
+        copy()
+    assert torch.equal(target, source) and [one.nbytes for one in staging.buffers] == [4, 4]
 
 
 def test_a_capture_that_is_given_up_leaves_nothing(monkeypatch):
