@@ -68,12 +68,13 @@ def prompt_projections(model: nn.Module) -> set[nn.Module]:
 
 def projected_together(model: nn.Module) -> set[nn.Module]:
     """What fused blocks of a UNet compute at once for all of them: projections of its time, and of its prompt."""
-    resnets = (m for m in model.modules() if holds(m, "norm1", "conv1", "norm2", "conv2", "time_emb_proj"))
-    flat = (
-        m for m in resnets if isinstance(m.conv1, nn.Conv2d) and m.conv1.out_channels == m.time_emb_proj.out_features
-    )
-    times = {m.time_emb_proj for m in flat}
-    return times | prompt_projections(model)
+    found = prompt_projections(model)
+    for m in model.modules():
+        if holds(m, "norm1", "conv1", "norm2", "conv2", "time_emb_proj"):
+            conv, times = m.get_submodule("conv1"), m.get_submodule("time_emb_proj")
+            if isinstance(conv, nn.Conv2d) and conv.out_channels == getattr(times, "out_features", None):
+                found.add(times)
+    return found
 
 
 def refuses_rounding(module: QuantizedLinear, activations: str) -> str | None:

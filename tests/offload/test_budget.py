@@ -125,8 +125,8 @@ def test_what_is_not_pinned_goes_through_little_that_is(monkeypatch):
 
     monkeypatch.setattr(torch.Tensor, "copy_", later)
     staging.copy(target, source)
-    for copy in waiting[-2:]:
-        copy()
+    for late in waiting[-2:]:
+        late()
     assert torch.equal(target, source) and [one.nbytes for one in staging.buffers] == [4, 4]
 
 
