@@ -1,14 +1,14 @@
 """Beam search of encoder-decoder models: stock's own loop makes the first step, this the others.
 
 What stock computes between two steps is `beam_step`. Where no processors come between, a step and that are one CUDA
-graph. As in `LateBeams` the host learns a step late that all texts are over.
+graph. The host learns a step late that all texts are over, and drops what that step found.
 """
 
 from typing import Any, NamedTuple
 
 import torch
 from accel_kernels import BeamRules, BeamTexts, beam_step
-from transformers import EosTokenCriteria, LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
+from transformers import EosTokenCriteria, LogitsProcessorList, MaxLengthCriteria, MaxTimeCriteria, StoppingCriteriaList
 
 from accel.errors import reason_of
 from accel.libraries.cache import generating_cache
@@ -96,7 +96,7 @@ class BeamLoop:
     """The rest of one call of beams, over the fixed memory.
 
     kwargs: of the model, behind the first step; its cache is in the fixed memory as long as no other text takes its
-    place. length: tokens so far.
+    place. length: tokens so far. clocks: criteria that end all texts by the time.
     """
 
     def __init__(
@@ -106,17 +106,22 @@ class BeamLoop:
         rules: BeamRules,
         kwargs: dict[str, Any],
         length: int,
+        clocks: list[MaxTimeCriteria],
     ):
         self.forward, self.processors, self.rules, self.kwargs = forward, processors, rules, kwargs
+        self.clocks, self.blank = clocks, torch.zeros(1, 1, dtype=torch.long, device="cpu")
         self.cache, self.length, self.fused = generating_cache(kwargs), length, True
         self.rows = rules.texts * rules.beams
-        self.tokens, self.order, self.over = (BeamTexts.place(rules, name) for name in ("tokens", "order", "over"))
+        names = ("tokens", "order", "over", "most")
+        self.tokens, self.order, self.over, self.most = (BeamTexts.place(rules, name) for name in names)
 
     def run(self, packed: torch.Tensor, steps: int) -> BeamTexts:
         """So many steps at most, but for those behind the end. packed: the texts, behind the first step."""
         tell = Teller(packed, packed.dtype)
         told = tell(packed[self.over], 0)
         for number in range(1, steps + 1):
+            if any([bool(one(self.blank, None)) for one in self.clocks]):
+                packed[self.most] = 0  # the next token is each text's last
             new = self.next(packed)
             if told.read():  # what a step too many has found is dropped
                 break
@@ -164,7 +169,8 @@ def bounds_of(config: Any, criteria: StoppingCriteriaList, ids: torch.Tensor) ->
     given, penalty = ids.shape[1], config.length_penalty
     longest = [one.max_length for one in criteria if type(one) is MaxLengthCriteria]
     ends = [one.eos_token_id.reshape(-1).to(ids) for one in criteria if type(one) is EosTokenCriteria]
-    if len(longest) + len(ends) < len(criteria):
+    clocks = sum(type(one) is MaxTimeCriteria for one in criteria)  # `BeamLoop` asks them
+    if len(longest) + len(ends) + clocks < len(criteria):
         return None
     reached = config.max_length if config.early_stopping == "never" and penalty > 0 else None
     room = -(-config.max_length // ROOM) * ROOM
@@ -182,10 +188,17 @@ def bounds_of(config: Any, criteria: StoppingCriteriaList, ids: torch.Tensor) ->
 def known_beams(
     model: Any, config: Any, criteria: StoppingCriteriaList, ids: torch.Tensor, given: dict
 ) -> Bounds | None:
-    """What `beams_fused` is to be given of such a call; None where it is for stock's loop."""
+    """What `beams_fused` is to be given of such a call; None where it is for stock's loop.
+
+    A draw of one step more might find too few candidates left; and stock's loop raises where a text grows too long.
+    """
     asked = {name for name in vars(FirstBeams) if name.startswith("_") and not name.startswith("__")}
     known = asked <= {*AS_IMPORTED[BEAMS].__code__.co_names} and not hasattr(model, REORDER)
-    return bounds_of(config, criteria, ids) if known and follows(model, config, given) else None
+    seen = getattr(generating_cache(given), "_is_user_defined", False)
+    longer = (criteria.max_length or 0) > config.max_length
+    if not known or config.do_sample or seen or longer or not follows(model, config, given):
+        return None
+    return bounds_of(config, criteria, ids)
 
 
 def beams_fused(
@@ -210,7 +223,8 @@ def beams_fused(
     (texts, beams, _), early = sequences.shape, config.early_stopping is True
     rules = BeamRules(texts, beams, first.keep, bounds.room, len(bounds.stops), early, first.dtype == torch.float32)
     begun = first.texts(length, bounds).packed()
-    found = BeamLoop(forward, logits_processor, rules, first.kwargs, length).run(begun, steps)
+    clocks = [one for one in stopping_criteria if type(one) is MaxTimeCriteria]
+    found = BeamLoop(forward, logits_processor, rules, first.kwargs, length, clocks).run(begun, steps)
     returned = config.num_return_sequences
     sequences, origins = (one[:, :returned].flatten(0, 1) for one in (found.sequences, found.origins))
     return sequences[:, : input_ids.shape[1] + int((origins >= 0).sum(1).max())]

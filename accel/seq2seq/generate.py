@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
-from accel.libraries.cache import ENCODED, MASK, encoded, generating_cache
+from accel.libraries.cache import ENCODED, MASK, encoded
 from accel.libraries.generation import (
     AS_IMPORTED,
     BEAMS,
@@ -29,7 +29,7 @@ from accel.patching.fast_forward import as_written
 from accel.patching.rule import Patch
 from accel.seq2seq.beams import beams_fused, known_beams
 from accel.seq2seq.decoder import Seq2SeqForward
-from accel.seq2seq.late_check import LATE_LOOP, beams_late, beams_may_be_late, unseen
+from accel.seq2seq.late_check import LATE_LOOP, unseen
 from accel.seq2seq.memory_loop import follows, tokens_late
 from accel.seq2seq.processors import FirstRow, quicker
 
@@ -72,10 +72,8 @@ class Decoding:
         elif LATE_LOOP is not None and alone and method is AS_IMPORTED[LOOP]:
             method = LATE_LOOP
         elif alone and method is AS_IMPORTED[BEAMS]:
-            late = beams_may_be_late(generation_config, stopping_criteria, generating_cache(kwargs))
-            known = known_beams(model, generation_config, stopping_criteria, input_ids, kwargs) if late else None
-            fused = None if known is None else partial(beams_fused, self.forward, known)
-            method = fused or (beams_late if late else method)
+            known = known_beams(model, generation_config, stopping_criteria, input_ids, kwargs)
+            method = method if known is None else partial(beams_fused, self.forward, known)
         call = {"logits_processor": processors, "stopping_criteria": stopping_criteria}
         call |= {"generation_config": generation_config}
         unwatched = self.forward.unwatched() if alone else nullcontext()

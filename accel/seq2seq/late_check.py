@@ -11,13 +11,12 @@ from transformers import LogitsProcessorList, NoRepeatNGramLogitsProcessor, Stop
 
 from accel.libraries.cache import filled_layers
 from accel.libraries.code import comes_from
-from accel.libraries.generation import AS_IMPORTED, BEAMS, PREPARE, STEPS, WhisperNoSpeechDetection, loop_that_asks
+from accel.libraries.generation import BEAMS, PREPARE, STEPS, WhisperNoSpeechDetection, loop_that_asks
 from accel.llm.generation.loop.choice import PURE, RandomState
 from accel.llm.generation.loop.token_loop import AT_ONCE, BY_TOKENS
 from accel.patching.structure import foreign_hooks
 from accel.seq2seq.processors import FirstRow, Suppressed, TimestampRule
 
-RESULT = ("sequences", "beam_scores", "beam_indices", "is_sent_finished")  # of beams, as one step hands them on
 # They may be called once more than by stock.
 HARMLESS = (*PURE, FirstRow, Suppressed, TimestampRule, NoRepeatNGramLogitsProcessor, WhisperNoSpeechDetection)
 
@@ -91,58 +90,7 @@ class ModelView:
         return self.model(*args, **kwargs)
 
 
-class LateBeams(ModelView):
-    """A model as stock's loop of beams sees it, which is told that it has ended when it has launched one step more.
-
-    What that step finds is dropped where it would become the result.
-    """
-
-    told: Told | None = None
-    over = False
-
-    def __init__(self, model: Any, ids: torch.Tensor, most: int):
-        super().__init__(model)
-        self.left, self.tell = most - ids.shape[1], Teller(ids)
-
-    def _update_finished_beams(self, **given: Any) -> tuple:
-        if self.told is None or not self.told.read():
-            return self.updated(given)
-        self.over = True
-        return tuple(given[name] for name in RESULT)
-
-    def updated(self, given: dict[str, Any]) -> tuple:
-        return self.model._update_finished_beams(**given)
-
-    def _beam_search_has_unfinished_sequences(self, *args: Any) -> bool:
-        goes_on = self.goes_on(*args)
-        self.left -= 1
-        self.told = self.tell(~goes_on, self.left)
-        return not self.over and self.left > 0
-
-    def goes_on(self, *args: Any) -> torch.Tensor:
-        """Whether any text does, () bool."""
-        return self.model._beam_search_has_unfinished_sequences(*args)
-
-
-def beams_late(model: Any, input_ids: torch.Tensor, *, generation_config: Any, **kwargs: Any) -> torch.Tensor:
-    """Stock's loop of beams, of a call that gives tokens alone."""
-    view = LateBeams(model, input_ids, generation_config.max_length)
-    return AS_IMPORTED[BEAMS](view, input_ids, generation_config=generation_config, **kwargs)
-
-
 LATE_LOOP = loop_that_asks(LateStopCheck)
-
-
-def beams_may_be_late(config: Any, criteria: StoppingCriteriaList, cache: Any) -> bool:
-    """Whether a call of beams gives tokens alone, and this version's loop goes by the methods above.
-
-    A draw of one step more might find too few candidates left; and stock's loop raises where a text grows too long.
-    """
-    asked = {name for name in vars(LateBeams) if name.startswith("_") and not name.startswith("__")}
-    known = asked <= {*AS_IMPORTED[BEAMS].__code__.co_names}
-    seen = config.return_dict_in_generate or getattr(cache, "_is_user_defined", False)
-    longer = (criteria.max_length or 0) > config.max_length
-    return known and not (config.do_sample or seen or longer)
 
 
 def unseen(model: Any, processors: LogitsProcessorList, criteria: StoppingCriteriaList) -> bool:

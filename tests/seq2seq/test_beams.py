@@ -8,7 +8,7 @@ import accel
 from accel.libraries.cache import cache_of
 from accel.seq2seq import beams
 from accel.seq2seq.fixed_memory import CROSS
-from accel.seq2seq.late_check import RESULT, LateBeams, Told
+from accel.seq2seq.late_check import Told
 from support.noted import noted
 from support.objects.seq2seq import assert_same, fallbacks, generated, optimized, options, source
 
@@ -49,6 +49,24 @@ def test_beams_that_end_are_told_a_step_late(steps, monkeypatch):
     for one in (model, stock):  # stock's lists are too short for that
         with pytest.raises(IndexError):
             one.generate(**call, **longer)
-    view, given = LateBeams(model, call["input_ids"], 20), {name: object() for name in RESULT}
-    view.told = Told(torch.tensor(True), None, ())
-    assert view._update_finished_beams(**given) == tuple(given.values())  # what a step too many has found is dropped
+
+
+class Clock:
+    """A time to begin with, since when as many seconds have passed as it was asked for them."""
+
+    asked = 0
+
+    def __rsub__(self, now):
+        self.asked += 1
+        return self.asked
+
+
+def test_time_ends_all_beams_and_what_a_step_too_many_finds_is_dropped(monkeypatch):
+    model, stock = optimized("Bart")
+    fused = noted(monkeypatch, beams.BeamLoop, "next", lambda loop, packed: loop.fused)
+    found = []
+    for one in (model, stock):
+        by_time = t.StoppingCriteriaList([t.MaxTimeCriteria(5.5, Clock())])
+        chosen = {"max_new_tokens": 20, "num_beams": 3, "stopping_criteria": by_time}
+        found.append(generated(one, source("Bart"), chosen))
+    assert torch.equal(*found) and found[0].shape[1] == 7 and fused == [True] * 6
