@@ -9,7 +9,7 @@ import transformers as t
 import accel
 from accel.encoders.windows import BoundWindowAttention
 from support.noted import noted
-from support.objects.encoders import assert_same_tensors, fallbacks
+from support.objects.encoders import assert_same_tensors, fallbacks, random_pair
 from support.state import assert_same_state, snapshot
 
 SWIN = {"image_size": 32, "patch_size": 2, "embed_dim": 8, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4}
@@ -48,12 +48,7 @@ MODELS = {
 
 def pair(name):
     """An optimized model with random norms and biases, and a deep copy of it that stays stock."""
-    torch.manual_seed(0)
-    model = MODELS[name][0]().eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(1.0 if parameter.dim() == 1 else 0.0, 0.4)
-    stock = copy.deepcopy(model)
+    model, stock = random_pair(MODELS[name][0])
     return accel.optimize(model), stock
 
 

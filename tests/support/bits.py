@@ -2,7 +2,8 @@
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from support.noted import OperationCount
 
 
 def four_bit(linear: nn.Linear, kind="nf4", nested=False, dtype=None, block=64, **more) -> nn.Linear:
@@ -49,11 +50,6 @@ def as_elsewhere(monkeypatch) -> None:
     monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: False)
 
 
-class Calls(TorchDispatchMode):
-    """Inside, how many of bitsandbytes' own products run."""
-
-    count = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.count += function.namespace == "bitsandbytes"
-        return function(*args, **kwargs or {})
+def product_count() -> OperationCount:
+    """How many of bitsandbytes' own products run inside."""
+    return OperationCount(lambda function: function.namespace == "bitsandbytes")

@@ -1,7 +1,11 @@
 """What tests want to know of calls that go on as they are."""
 
+import sys
+import types
 from collections.abc import Callable
 from typing import Any
+
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def noted(monkeypatch, owner: Any, name: str, what: Callable, into: list | None = None) -> list:
@@ -14,3 +18,31 @@ def noted(monkeypatch, owner: Any, name: str, what: Callable, into: list | None 
 
     monkeypatch.setattr(owner, name, noting)
     return found
+
+
+def code_runs(codes: set[types.CodeType], action: Callable[[], object]) -> int:
+    """How often any of these runs meanwhile, by whatever way it is called."""
+    count = 0
+
+    def watch(frame: types.FrameType, event: str, argument: object) -> None:
+        nonlocal count
+        count += event == "call" and frame.f_code in codes
+
+    sys.setprofile(watch)
+    try:
+        action()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+class OperationCount(TorchDispatchMode):
+    """count: of operations inside of which `counts` holds."""
+
+    def __init__(self, counts: Callable[[Any], bool]):
+        super().__init__()
+        self.counts, self.count = counts, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += self.counts(function)
+        return function(*args, **(kwargs or {}))

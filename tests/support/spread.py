@@ -12,6 +12,7 @@ from torch import nn
 
 import accel
 from accel.libraries.hooks import HOOK
+from accel.llm.pipeline.stretch import ChainedStep
 from support.llm.families import layers, make, prompt
 from support.state import assert_same_state, snapshot
 
@@ -32,6 +33,16 @@ def pair(name: str) -> tuple[nn.Module, nn.Module]:
     """(optimized, stock) of a family, the first spread after its first layer; skips what this transformers has not."""
     stock = make(name)
     return accel.optimize(spread(copy.deepcopy(stock), first=1)), stock
+
+
+def hand_another(monkeypatch, model: nn.Module) -> None:
+    """Has a layer of the optimized model be given another tensor than the layer before it gave."""
+    passes, handed = ChainedStep.passes, vars(model)["forward"].layers[1]
+
+    def changed(step, layer, x, kwargs):
+        return passes(step, layer, x.clone() if layer is handed else x, kwargs)
+
+    monkeypatch.setattr(ChainedStep, "passes", changed)
 
 
 def between_processes(folder: str) -> dict:

@@ -199,19 +199,6 @@ def test_steps_in_time_that_are_held_between_limits_in_prompts_alone(pair):
     as_alone(stock, [*asked, turn, one, again])
 
 
-def test_other_weights(pair):
-    """No states are found that were computed with others."""
-    model, stock = pair("bamba")
-    engine = engine_of(model, tokens=512)
-    finished(engine, requests((100,), 4))
-    with torch.no_grad():
-        for one in (*model.parameters(), *stock.parameters()):
-            one.mul_(1.1)
-    again = requests((100,), 4)
-    finished(engine, again)
-    as_alone(stock, again)
-
-
 def test_generate_batch(hybrid):
     """Which transformers has not for these models; streamed tokens and settings are as of other models."""
     model, stock = hybrid

@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-import sys
 
 import pytest
 import torch
@@ -13,24 +12,14 @@ from accel.libraries.cache import NAMES
 from accel.llm.generation.layer_forward import InnerAttention
 from support.llm.families import layers, make, padded, prompt
 from support.llm.outputs import generate, same
+from support.noted import code_runs
 
 
 def attention_calls(ours, call) -> int:
     """How often the stock code of attentions runs that layers of `ours` run their own code around."""
     inner = [one for one in ours.modules() if isinstance(vars(one).get("forward"), InnerAttention)]
     codes = {inspect.unwrap(type(one).forward).__code__ for one in inner}
-    count = 0
-
-    def watch(frame, event, argument):
-        nonlocal count
-        count += event == "call" and frame.f_code in codes
-
-    sys.setprofile(watch)
-    try:
-        call()
-    finally:
-        sys.setprofile(None)
-    return count
+    return code_runs(codes, call)
 
 
 @pytest.mark.parametrize("name", ["gemma3n", "zamba2"])

@@ -10,25 +10,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 
 from accel.llm.kv_cache.cache import adopt, store_of
 from accel.llm.kv_cache.shape import BLOCK
 from support.llm.kv_cache.cache_pairs import CPU, LATENTS, SHAPES, feed, feed_fast, fresh, pair, same
-
-
-class Reads(TorchDispatchMode):
-    """Counts the numbers that are read out of tensors."""
-
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.count += function is torch.ops.aten._local_scalar_dense.default
-        return function(*args, **(kwargs or {}))
-
+from support.noted import OperationCount
 
 number = st.integers(0, 2**16)
 step = st.one_of(
@@ -197,7 +184,7 @@ def test_a_crop_by_a_tensor_reads_it_once():
         unversioned = torch.tensor(-1)
     number = torch.tensor(-3)
     for crop in (number, number, unversioned, number.clone(), torch.tensor(0)):
-        with Reads() as reads:
+        with OperationCount(lambda one: one is torch.ops.aten._local_scalar_dense.default) as reads:
             ours.crop(crop)
         stock.crop(crop)
         same(ours, stock)

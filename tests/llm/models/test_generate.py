@@ -2,8 +2,6 @@
 
 import copy
 import inspect
-import sys
-import types
 
 import pytest
 import torch
@@ -17,6 +15,7 @@ from support.llm.held_out import CALIBRATION, FOLDER, HELD_OUT
 from support.llm.modes import MODES
 from support.llm.outputs import generate, same
 from support.llm.walks import walk
+from support.noted import code_runs
 
 PRODUCT = [  # or every family and, as there are more families, every mode
     (family.name, mode)
@@ -78,18 +77,7 @@ def test_mode(name, mode, pair_of):
 def runs(model, action) -> int:
     """How often a decoder layer's own forward runs meanwhile, by whatever way it is called."""
     codes = {inspect.unwrap(type(layer).forward).__code__ for layer in layers(model).values()}
-    count = 0
-
-    def watch(frame: types.FrameType, event: str, argument: object) -> None:
-        nonlocal count
-        count += event == "call" and frame.f_code in codes
-
-    sys.setprofile(watch)
-    try:
-        action()
-    finally:
-        sys.setprofile(None)
-    return count
+    return code_runs(codes, action)
 
 
 @pytest.mark.parametrize("name", always(NAMES, "gpt-neox", "granite"))

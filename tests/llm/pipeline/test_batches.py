@@ -20,7 +20,7 @@ from accel.llm.batching.trial import refusal
 from accel.llm.generation.decoder import DecoderForward
 from accel.llm.kv_cache.layer_sets import layer_sets
 from accel.llm.kv_cache.paged_kv_cache import block_bytes
-from accel.llm.pipeline.stretch import ChainedStep, Stretch, StretchStep
+from accel.llm.pipeline.stretch import Stretch, StretchStep
 from support.llm.batching.engines import (
     alone,
     as_alone,
@@ -33,7 +33,7 @@ from support.llm.batching.engines import (
 )
 from support.llm.families import layers, make
 from support.noted import noted
-from support.spread import DEVICES, pair, spread
+from support.spread import DEVICES, hand_another, pair, spread
 from support.state import assert_same_state, snapshot
 
 LENGTHS, NEWS = (1, 5, 64, 17, 100, 40), (9, 28, 1, 5, 12, 7)
@@ -263,12 +263,7 @@ def test_a_step_that_fails_ends_its_own_requests(both, monkeypatch):
 
 def test_where_something_is_done_between_layers_stock_batches(monkeypatch):
     ours = accel.optimize(spread(make("llama", num_hidden_layers=4)))
-    passes = ChainedStep.passes
-
-    def handed_another(step, layer, x, kwargs):
-        return passes(step, layer, x.clone() if layer is forward_of(ours).layers[1] else x, kwargs)
-
-    monkeypatch.setattr(ChainedStep, "passes", handed_another)
+    hand_another(monkeypatch, ours)
     assert "does not hand each layer what the one before gave" in refusal(forward_of(ours))
     assert not forward_of(ours).chained
 

@@ -16,7 +16,7 @@ from support.llm.calls import counting, followed_by_numbers
 from support.llm.families import layers, make, padded, prompt
 from support.llm.modes import MODES
 from support.llm.outputs import generate, ran_fast, same
-from support.spread import DEVICES, between_processes, pair, spread
+from support.spread import DEVICES, between_processes, hand_another, pair, spread
 
 FAMILIES = ("gpt2", "gemma3", "gpt-neox", "phi3", "qwen3", "mixtral", "bloom", "falcon-one-key", "cohere2", "smollm3")
 STOCK = ("hidden-states", "attentions", "static", "no-cache", "early-exit")  # modes that a fused model leaves to stock
@@ -92,12 +92,7 @@ def test_the_loop_that_runs_ahead(both, monkeypatch):
 def test_where_something_is_done_between_layers_each_computes_by_itself(monkeypatch, ran):
     stock = make("llama", num_hidden_layers=4)
     ours = accel.optimize(spread(copy.deepcopy(stock)))
-    passes = ChainedStep.passes
-
-    def handed_another(step, layer, x, kwargs):
-        return passes(step, layer, x.clone() if layer is forward_of(ours).layers[1] else x, kwargs)
-
-    monkeypatch.setattr(ChainedStep, "passes", handed_another)
+    hand_another(monkeypatch, ours)
     ran[:] = 0, 0
     ids, mask = padded((7, 4))
     same(generate(ours, ids, mask), generate(stock, ids, mask))

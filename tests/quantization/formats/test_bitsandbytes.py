@@ -9,7 +9,7 @@ from accel.diffusion.dit.block import BlockForward
 from accel.quantization.formats.stored import StoredWeight
 from accel.quantization.formats.stored_weight import read_stored, recognize, stored_weight
 from accel.seq2seq.step_trial import Waits
-from support.bits import Calls, as_elsewhere, four_bit
+from support.bits import as_elsewhere, four_bit, product_count
 from support.compatibility.diffusers_calls import inputs
 from support.compatibility.tiny_diffusers_models import build
 from support.compatibility.transformer_pair import FLUX, SD3, WAN, TransformerPair, alike, first
@@ -123,7 +123,7 @@ def test_language_models(name, dtype, options):
     generate(model, ids, mask)  # casts biases, in stock
     before, saved = snapshot(model), {key: one.clone() for key, one in model.state_dict().items()}
     accel.optimize(model)
-    with Calls() as calls:
+    with product_count() as calls:
         same(generate(model, ids, mask), wanted)
     assert calls.count == 0
     ran_fast(model)
@@ -188,7 +188,7 @@ def test_a_checkpoint_in_four_bits(tmp_path):
     model, stock = (load(tmp_path / "plain", quantization_config=asked, **more).eval() for _ in range(2))
     accel.optimize(model)
     wanted = generate(stock, *padded())
-    with Calls() as calls:
+    with product_count() as calls:
         same(generate(model, *padded()), wanted)
     assert calls.count == 0
     ran_fast(model)
@@ -211,7 +211,7 @@ def test_a_unet(options, tiny):
     wanted = run(stock, inputs)
     accel.optimize(ours)
     run(ours, inputs)  # the first layer of each kind is compared
-    with Calls() as calls:
+    with product_count() as calls:
         close(run(ours, inputs), wanted)
     assert calls.count == 0
     assert not accel.report(ours).fallbacks
@@ -236,7 +236,7 @@ def test_blocks_of_transformers_are_recorded_with_it(pair, options):
     pair.agree(fast=None)  # biases are cast at the first call
     pair.agree()  # the first layer of each kind is compared
     ran = pair.plans
-    with Calls() as calls:
+    with product_count() as calls:
         found = first(pair.ours(**pair.inputs))
     assert calls.count == 0 and pair.plans - ran == pair.blocks
     assert not torch.equal(found, plain)
@@ -254,7 +254,7 @@ def test_a_transformer_that_arrives_in_four_bits():
     before = snapshot(ours)
     accel.optimize(ours)
     first(ours(**given))
-    with Calls() as calls:
+    with product_count() as calls:
         alike(first(ours(**given)), wanted)
     assert calls.count == 0 and not accel.report(ours).fallbacks
     plans = next(f.plans for f in (vars(m).get("forward") for m in ours.modules()) if isinstance(f, BlockForward))

@@ -3,23 +3,13 @@
 import pytest
 import torch
 from accel_kernels.gemm.quantized_weight import pack, quantize_weight, unpack
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import accel
 from accel.quantization.formats.repacked import column_order
 from accel.quantization.product import Rows, product
 from support.llm.outputs import same
 from support.llm.prequantized.models import prequantized
-
-
-class Gathers(TorchDispatchMode):
-    """Counts how often columns are put in another order."""
-
-    count = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.count += function is torch.ops.aten.index_select.default
-        return function(*args, **(kwargs or {}))
+from support.noted import OperationCount
 
 
 @pytest.mark.parametrize("tokens", [1, 7])
@@ -27,9 +17,9 @@ def test_inputs_are_put_in_order_once_for_all_that_take_them(tokens):
     model, twin = prequantized("gptq-order", "llama")
     accel.optimize(model)
     ids = torch.arange(3, 3 + tokens)[None]
-    with Gathers() as counted:
+    with OperationCount(lambda one: one is torch.ops.aten.index_select.default) as gathers:
         found = model(ids)
-    assert counted.count == 2 * 4  # of attention, its output, gate and up, down
+    assert gathers.count == 2 * 4  # of attention, its output, gate and up, down
     same({"x": found.logits}, {"x": twin(ids).logits})
     alone, other = (model.model.layers[0].self_attn.get_submodule(name) for name in ("q_proj", "o_proj"))
     x = torch.randn(3, 64)
