@@ -15,7 +15,6 @@ STUDIES = {  # name: module, and a line of what it measures
     "plots": ("plots.draw", "docs/images from benchmarks/results"),
     "random-calls": ("models.random_calls", "random calls of generate() on tiny models: every token must be stock's"),
     "adapters-soak": ("models.adapters_soak", "random changes of adapters on tiny models: results must be stock's"),
-    "before-after": ("models.trees", "two source trees in turns, a process each"),
     "kernels-of": ("models.launches", "where the GPU's time of one forward goes, kernel by kernel"),
     "collectives": ("cards.collectives", "torchrun: sums and exchanges over the cards of one host"),
     "cards-text": ("cards.text", "torchrun: a language model divided over cards"),
