@@ -2,7 +2,9 @@
 
 import sys
 import types
+from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,6 +20,18 @@ def noted(monkeypatch, owner: Any, name: str, what: Callable, into: list | None 
 
     monkeypatch.setattr(owner, name, noting)
     return found
+
+
+def call_counts(monkeypatch, methods: dict[Any, tuple[Any, str]]) -> Counter:
+    """By its key, how often each method, (owner, name), is called from now on."""
+    counts: Counter = Counter()
+
+    def count(key: Any, *_: Any, **__: Any) -> None:
+        counts[key] += 1
+
+    for key, (owner, name) in methods.items():
+        noted(monkeypatch, owner, name, partial(count, key))
+    return counts
 
 
 def code_runs(codes: set[types.CodeType], action: Callable[[], object]) -> int:

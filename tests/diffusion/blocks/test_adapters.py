@@ -11,6 +11,7 @@ from accel.diffusion.blocks.resnet import ResnetForward
 from accel.diffusion.blocks.transformer_2d import TransformerBlockForward, TransformerStackForward
 from accel.quantization import adapters
 from support.diffusion.outputs import close, run
+from support.noted import call_counts
 
 peft = pytest.importorskip("peft")
 pytest.importorskip("peft.utils.hotswap")
@@ -34,20 +35,8 @@ FUSED = (AttentionForward, TransformerBlockForward, TransformerStackForward, Res
 @pytest.fixture
 def ran(monkeypatch):
     """How often forwards of each class ran fused, inside others too."""
-    counts = dict.fromkeys(FUSED, 0)
-
-    def counted(kind, name):
-        method = getattr(kind, name)
-
-        def call(self, *args, **kwargs):
-            counts[kind] += 1
-            return method(self, *args, **kwargs)
-
-        monkeypatch.setattr(kind, name, call)
-
-    for kind, name in zip(FUSED, ("attended", "advance", "fast", "fast"), strict=True):
-        counted(kind, name)
-    return counts
+    names = ("attended", "advance", "fast", "fast")
+    return call_counts(monkeypatch, {kind: (kind, name) for kind, name in zip(FUSED, names, strict=True)})
 
 
 def put_on(unet, kind, seed=5, name="default"):
@@ -75,14 +64,14 @@ def test_every_kind(family, kind, after, tiny, ran, monkeypatch):
         put_on(unet, kind)
     if not after:
         accel.optimize(ours)
-    ran.update(dict.fromkeys(FUSED, 0))  # as trials count too
+    ran.clear()  # trials count too
     added, add = [], adapters.add_low_rank
     monkeypatch.setattr(adapters, "add_low_rank", lambda x, y, one: added.append(one) or add(x, y, one))
     close(run(ours, inputs), run(stock, inputs))
     assert float((run(stock, inputs) - plain).abs().max()) > 1e-3
     names = [name.rpartition(".")[2] for name, _ in ours.named_modules()]
     attentions, resnets = (names.count("attn1") + names.count("attn2"), names.count("conv1"))
-    assert list(ran.values()) == [attentions, attentions // 2, names.count("transformer_blocks"), resnets]
+    assert [ran[kind] for kind in FUSED] == [attentions, attentions // 2, names.count("transformer_blocks"), resnets]
     report = accel.report(ours)
     assert not report.fallbacks
     understood = kind == "lora" or (kind == "lora-around" and family == "sdxl")  # in the other it is on convolutions
@@ -94,7 +83,7 @@ def test_every_kind(family, kind, after, tiny, ran, monkeypatch):
 
 @pytest.mark.parametrize("family", ["sd15", "sdxl"])
 @pytest.mark.turns(2)
-def test_adapters_are_switched_scaled_merged_and_taken_off(family, tiny, ran):
+def test_adapters_are_switched_scaled_merged_and_taken_off(family, tiny):
     stock = tiny.unet(family)
     inputs, ours = tiny.inputs(stock), accel.optimize(copy.deepcopy(stock))
     pair, seen = (ours, stock), [run(stock, inputs)]

@@ -1,7 +1,6 @@
 """Adapters and quantized weights in diffusion transformers."""
 
 import copy
-from collections import Counter
 
 import pytest
 import torch
@@ -18,6 +17,7 @@ from support.compatibility.tiny_diffusers_models import build
 from support.compatibility.transformer_pair import FLUX, ROUNDING, SD3, WAN, alike, first
 from support.diffusion.library_formats import FORMATS, READ, quantized
 from support.diffusion.outputs import in_dtype
+from support.noted import call_counts
 
 peft = pytest.importorskip("peft")
 
@@ -200,16 +200,8 @@ class QuantizedPair:
         for module in self.unfused.modules():
             vars(module).pop("forward", None)
         self.ours = accel.optimize(copy.deepcopy(model), **options, cpu="fuse")
-        self.runs = Counter()
-        for owner, method, what in ((Executable, "__call__", "plans"), (RowProducts, "rounded", "rounded")):
-            monkeypatch.setattr(owner, method, self.counting(getattr(owner, method), what))
-
-    def counting(self, run, what):
-        def counted(*args, **kwargs):
-            self.runs[what] += 1
-            return run(*args, **kwargs)
-
-        return counted
+        counted = {"plans": (Executable, "__call__"), "rounded": (RowProducts, "rounded")}
+        self.runs = call_counts(monkeypatch, counted)
 
     @torch.no_grad()
     def call(self, model):

@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-from collections import Counter
 
 import pytest
 import torch
@@ -24,7 +23,7 @@ from support.compatibility.tiny_diffusers_models import build
 from support.compatibility.transformer_pair import FLUX
 from support.diffusion.outputs import in_dtype
 from support.diffusion.programs import Formula, Planned, as_complex, assigned, halves, rand
-from support.noted import noted
+from support.noted import call_counts, noted
 from support.patched import fast_forwards, sites
 
 CLASSES = sorted(name for name in diffusion_classes() if "Transformer" in name)
@@ -52,18 +51,7 @@ IN_16_BITS = (
 @pytest.fixture
 def runs(monkeypatch):
     """How often blocks ran: by "fast" and "stock"."""
-    counted = Counter()
-    for kind, name, owner in (("fast", "__call__", Executable), ("stock", "stock", BlockForward)):
-        monkeypatch.setattr(owner, name, counting(getattr(owner, name), counted, kind))
-    return counted
-
-
-def counting(run, counted, kind):
-    def counted_run(*args, **kwargs):
-        counted[kind] += 1
-        return run(*args, **kwargs)
-
-    return counted_run
+    return call_counts(monkeypatch, {"fast": (Executable, "__call__"), "stock": (BlockForward, "stock")})
 
 
 def made(name):
