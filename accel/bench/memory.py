@@ -87,24 +87,35 @@ class _Attention(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class _Living(TorchDispatchMode):
-    """Counts the bytes of tensors that are made, for as long as they live."""
+class LivingTensors(TorchDispatchMode):
+    """Counts the bytes of what operations make inside that is not in the memory of what they are given, while it lives.
 
-    def __init__(self) -> None:
+    counts: of which tensors. most: bytes at a time.
+    """
+
+    def __init__(self, counts: Callable[[torch.Tensor], bool] = lambda tensor: True) -> None:
         super().__init__()
-        self.sizes: dict[int, int] = {}
-        self.now = self.peak = 0
+        self.counts = counts
+        self.sizes: dict[int, int] = {}  # by storage
+        self.now = self.most = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         given = {_storage(one) for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)}
         made = func(*args, **(kwargs or {}))
         for one in tree_leaves(made):
-            if isinstance(one, torch.Tensor) and (key := _storage(one)) not in given and key not in self.sizes:
-                self.sizes[key] = one.untyped_storage().nbytes()
-                self.now += self.sizes[key]
-                weakref.finalize(one.untyped_storage(), self._gone, key)
-        self.peak = max(self.peak, self.now)
+            if isinstance(one, torch.Tensor) and _storage(one) not in given:
+                self.count(one)
         return made
+
+    def count(self, tensor: torch.Tensor) -> None:
+        """As what operations make."""
+        key, storage = _storage(tensor), tensor.untyped_storage()
+        if key in self.sizes or not self.counts(tensor):
+            return
+        self.sizes[key] = storage.nbytes()
+        self.now += self.sizes[key]
+        self.most = max(self.most, self.now)
+        weakref.finalize(storage, self._gone, key)
 
     def _gone(self, key: int) -> None:
         self.now -= self.sizes.pop(key)
@@ -116,6 +127,6 @@ def _storage(tensor: torch.Tensor) -> int:
 
 def peak_on_paper(run: Callable[[], object]) -> int:
     """Peak bytes of what a call makes, as torch runs it op by op, without values; what is fused makes less."""
-    with torch.no_grad(), _Attention(), _Living() as living:
+    with torch.no_grad(), _Attention(), LivingTensors() as living:
         run()
-    return living.peak
+    return living.most

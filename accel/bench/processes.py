@@ -1,10 +1,16 @@
-"""Measuring in a fresh process."""
+"""Measuring in a fresh process, or as one of several."""
 
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
+
+import torch
+import torch.distributed as dist
 
 # Every cache that outlives a process and holds compiled kernels or choices made by measuring.
 CACHES = ("ACCEL_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH")
@@ -30,6 +36,21 @@ def spawn(module: str, arguments: list[str], caches: Path | None, timeout: float
         raise RuntimeError(f"{module} {' '.join(arguments)} failed:\n{errors[-2000:]}")
     found: dict = json.loads(printed.strip().splitlines()[-1])
     return found
+
+
+@contextmanager
+def ranks(backend: str = "cpu:gloo,cuda:nccl", timeout: timedelta | None = None) -> Iterator[torch.device]:
+    """Inside, this process is one of torchrun's, one a card, or of gloo on a CPU to try it out; gives its device.
+
+    backend, timeout: of the group, on GPUs.
+    """
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    dist.init_process_group(backend if on_gpu else "gloo", timeout=timeout)
+    yield device  # one that fails does not wait for the others
+    dist.destroy_process_group()
 
 
 def _end(process: subprocess.Popen[str]) -> None:

@@ -17,11 +17,12 @@ import torch
 import torch.distributed as dist
 from accel_kernels.collective.exchange import ExchangeRoom
 
+from accel.bench.processes import ranks
 from accel.comparison import relative_rms
 from accel.diffusion.dit.ranks.exchanges import Exchange
 from accel.diffusion.dit.ranks.pieces import sent_pieces
 from accel.parallel.ranks import Ranks
-from benchmarks.cards.ranks import graph_us, ranks
+from benchmarks.cards.ranks import graph_us
 from benchmarks.study import Study
 
 SIZES = {  # B, tokens, heads, dim

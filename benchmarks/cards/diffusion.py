@@ -23,12 +23,13 @@ from accel.bench.diffusion.configs import whole_config
 from accel.bench.diffusion.inputs import Draw, Sizes, flux_inputs
 from accel.bench.machine import slug
 from accel.bench.memory import release
+from accel.bench.processes import ranks
 from accel.bench.scripts.pipelines import PROMPT, TINY_FLUX, flux_transformer, sdxl
 from accel.bench.scripts.script import Size
 from accel.comparison import relative_rms
 from accel.tolerances import LOGITS, bound
 from accel.verification.metrics import compare
-from benchmarks.cards.ranks import alike, ranks, together, together_s
+from benchmarks.cards.ranks import alike, together, together_s
 from benchmarks.models.launches import profiled, summary
 from benchmarks.study import RESULTS, TOY, Study, words
 

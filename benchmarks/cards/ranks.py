@@ -1,10 +1,7 @@
-"""Ranks that measure together: one process a card, or gloo on a CPU to try a study out."""
+"""Ranks that measure together."""
 
-import os
 import statistics
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from datetime import timedelta
+from collections.abc import Callable
 from hashlib import blake2b
 from typing import Any
 
@@ -12,18 +9,6 @@ import torch
 import torch.distributed as dist
 
 from accel.bench.timing import seconds
-
-
-@contextmanager
-def ranks(backend: str = "cpu:gloo,cuda:nccl", timeout: timedelta | None = None) -> Iterator[torch.device]:
-    """Inside, this process is one of torchrun's ranks; gives its device. backend, timeout: of the group, on GPUs."""
-    on_gpu = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
-    if on_gpu:
-        torch.cuda.set_device(device)
-    dist.init_process_group(backend if on_gpu else "gloo", timeout=timeout)
-    yield device  # one that fails does not wait for the others
-    dist.destroy_process_group()
 
 
 def together(function: Callable[[], object], device: torch.device) -> float:

@@ -25,6 +25,7 @@ from accel.bench.llm.configs import CONFIGS
 from accel.bench.llm.generate import decode_steps, prompts
 from accel.bench.llm.models import config_of, endless, prompt
 from accel.bench.memory import release
+from accel.bench.processes import ranks
 from accel.bench.timing import seconds
 from accel.comparison import relative_rms
 from accel.libraries.cache import cache_given, cache_of
@@ -32,7 +33,6 @@ from accel.parallel.ranks import Ranks
 from accel.parallel.sharded_layers import divided, local
 from accel.tolerances import DRIFT, LAYER_NOISE, LOGITS, bound
 from accel.verification.noise import with_rounding
-from benchmarks.cards.ranks import ranks
 from benchmarks.models.launches import profiled, summary
 from benchmarks.study import HALF, TOY, Study, numbers, words
 

@@ -1,9 +1,9 @@
 """What ranks are told to do with a saved language model, and what they tell of it. Run by `support.ranks.RankPool`."""
 
-from collections import Counter
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -13,6 +13,7 @@ from accel.llm.generation.trial import fused_layers, fused_logits, stock_logits
 from accel.llm.recording.resting import resting
 from accel.parallel.sharded_layers import ranks_of
 from support.llm import families
+from support.noted import call_counts
 
 COLLECTIVES = ("all_reduce", "all_gather_into_tensor")
 
@@ -31,23 +32,8 @@ def load(folder: str, plan: dict, **given: Any) -> nn.Module:
 @contextmanager
 def counted():
     """How often each collective of torch.distributed is asked for inside."""
-    found: Counter = Counter()
-    before = {name: getattr(dist, name) for name in COLLECTIVES}
-
-    def counting(name: str):
-        def call(*args: Any, **kwargs: Any) -> Any:
-            found[name] += 1
-            return before[name](*args, **kwargs)
-
-        return call
-
-    for name in COLLECTIVES:
-        setattr(dist, name, counting(name))
-    try:
-        yield found
-    finally:
-        for name, function in before.items():
-            setattr(dist, name, function)
+    with pytest.MonkeyPatch.context() as patch:
+        yield call_counts(patch, {name: (dist, name) for name in COLLECTIVES})
 
 
 def write(folder: str, calls: list[dict], options: dict, plan: Any, given: dict) -> dict:
