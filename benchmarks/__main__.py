@@ -13,7 +13,6 @@ STUDIES = {  # name: module, and a line of what it measures
     "products": ("kernels.products", "products by kernel, format, tile and rows; --study names what is multiplied"),
     "quality": ("quality.measure", "perplexity on held-out text by how a model is stored"),
     "plots": ("plots.draw", "docs/images from benchmarks/results"),
-    "random-calls": ("models.random_calls", "random calls of generate() on tiny models: every token must be stock's"),
     "adapters-soak": ("models.adapters_soak", "random changes of adapters on tiny models: results must be stock's"),
     "kernels-of": ("models.launches", "where the GPU's time of one forward goes, kernel by kernel"),
     "collectives": ("cards.collectives", "torchrun: sums and exchanges over the cards of one host"),

@@ -31,12 +31,12 @@ from accel.cuda_graphs.adapter_buffers import AdapterBuffers
 from accel.errors import reason_of
 from benchmarks.models.adapter_changes import CHANGES, adapted, dtype, names_of, unload
 from benchmarks.models.buffered_calls import buffered
-from benchmarks.models.random_calls import tipped
 from benchmarks.models.tiny_denoisers import DITS, transformer
 from benchmarks.models.tiny_denoisers import given as inputs_of
 from benchmarks.study import Study, words
 
 TOLERANCE = 1e-4  # of the largest number, in float32
+NEAR = 2e-5  # of the largest logit: closer ones, the order of sums may tip
 WORSE, ROUNDED = 2.5, 0.01  # in bfloat16: times stock's own distance from float32, and beside it
 CONFIG = ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64)
 UNET = {
@@ -292,3 +292,21 @@ def distance(some: list[torch.Tensor], others: list[torch.Tensor] | None = None)
     """From others, or from zero, of all numbers."""
     pairs = zip(some, others or [torch.zeros(())] * len(some), strict=True)
     return float(sum((one.float() - other).square().sum() for one, other in pairs)) ** 0.5
+
+
+def tipped(stock: Any, mask: torch.Tensor, theirs: torch.Tensor, mine: torch.Tensor) -> bool:
+    """Whether every row parts from stock's at a token whose logit is as large as that of stock's, but for rounding."""
+    if theirs.shape != mine.shape or len(theirs) != len(mask):
+        return False
+    mask = torch.cat([mask, mask.new_ones(len(mask), theirs.shape[1] - mask.shape[1])], 1).to(theirs.device)
+    with torch.no_grad():
+        logits = stock(theirs, attention_mask=mask, use_cache=False).logits
+    for row in range(len(theirs)):
+        apart = (theirs[row] != mine[row]).nonzero().flatten()
+        if len(apart):
+            at = int(apart[0])
+            scores = logits[row, at - 1]
+            gap = scores[theirs[row, at]] - scores[mine[row, at]]
+            if not float(gap.abs() / scores.abs().max()) <= NEAR:
+                return False
+    return True
