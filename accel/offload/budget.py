@@ -65,6 +65,10 @@ class WeightSizes(NamedTuple):
         each = self.moved(streamed) // max(1, self.experts)
         return max(0, min(self.experts, (room - self.on_card(streamed)) // each)) if self.experts and each else 0
 
+    def beside(self, room: int) -> int:
+        """Of these bytes, for what is kept from call to call: what all leave, or half of what need not be weights'."""
+        return max(0, room - self.total, (room - self.least()) // 2)
+
     def moved(self, streamed: Sequence[int]) -> int:
         """Bytes that come to the card in each call."""
         return sum(self.blocks[i] for i in streamed)

@@ -143,7 +143,8 @@ class StreamedModel(PlacedModel):
 
     def room(self) -> int:
         """Bytes for weights, beside what a call of the present size needs."""
-        return room_for_weights(self.budget.card - self.outside, max([0, *(x.nbytes for x in self.measured.values())]))
+        card, needs = self.budget.card - self._allocated(), (one.nbytes for one in self.measured.values())
+        return room_for_weights(card, max(needs, default=0))
 
     @property
     def unknown(self) -> bool:

@@ -9,18 +9,22 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accel_kernels.device import Card, replayed
+from transformers import ContinuousBatchingConfig
 
 import accel
 from accel.bench.diffusion.streaming import on_paper
 from accel.bench.memory import peak_on_paper
 from accel.diffusion.linears import projected_together
 from accel.errors import Refused
+from accel.llm.batching.limits import limits_of, sets_of
+from accel.llm.kv_cache.paged_kv_cache import block_bytes
 from accel.offload.blocks import nbytes, sizes_of, streaming_blocks
-from accel.offload.budget import WeightSizes, predicted_seconds, streamed_blocks
+from accel.offload.budget import Budget, WeightSizes, predicted_seconds, streamed_blocks
 from accel.offload.call_hooks import StreamedCall, streamed_model, whole_runs
 from accel.offload.ring import Ring, Staging, repeated
 from accel.options import Options, bytes_of
 from accel.planning.memory import budget_of
+from support.llm.families import make
 from support.objects.streaming import dit, flux, rwkv, same, stored, unet
 
 pytestmark = pytest.mark.usefixtures("streaming")
@@ -95,6 +99,19 @@ def test_as_few_blocks_stream_as_must_and_evenly():
 def test_a_slower_bus_copies_again():
     assert [repeated(10, bus) for bus in (1.0, 0.5, 0.4, 0.3)] == [[10], [10] * 2, [10, 10, 5], [10, 10, 10, 3]]
     assert repeated(0, 0.5) == []
+
+
+@pytest.mark.turns(2)
+def test_what_requests_keep_is_of_the_budget_too():
+    """All that weights leave, or half of what not all of them need."""
+    model = accel.optimize(make("llama", num_hidden_layers=1), memory=10**7)
+    forward, held = vars(model)["forward"], streamed_model(model)
+    shapes, sets = forward.shapes(), sets_of(forward)
+    for room in (10**6, 10**7):
+        held.budget = Budget(held.sizes.least() + room)
+        fitted = limits_of(forward, ContinuousBatchingConfig()).fitted(shapes, sets)
+        left = max(room // 2, held.budget.card - held.sizes.total)
+        assert left - block_bytes(shapes, sets) < (fitted.blocks + 1) * block_bytes(shapes, sets) <= left
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2, 3, 4), (3, 0, 0, 4, 1), (2, 4), ()])

@@ -15,6 +15,7 @@ from accel.llm.kv_cache.layer_sets import LayerSet, layer_sets
 from accel.llm.kv_cache.paged_kv_cache import block_bytes
 from accel.llm.kv_cache.shape import BLOCK, LayerShape, StateShape
 from accel.llm.recording.inputs import most_configured
+from accel.offload.call_hooks import streamed_model
 
 CPU_BYTES = 2**30  # for keys and values on a CPU, whose free memory is others' too
 SPARE = 1.25  # blocks by those that the requests at a time can fill: prompts that begin alike stay findable
@@ -30,7 +31,8 @@ class Limits:
     one step; longer prompts are read in several. context: tokens that a request may come to, prompt and answer. memory:
     the share of each device's free memory for what layers keep. blocks: of 64 tokens and one set of layers each, None
     for as many as fit and can be of use. share: whether requests share what their prompts begin with. logprobs: whether
-    log probabilities of drawn tokens are wanted. slots: for states, None for as many as fit and can be of use.
+    log probabilities of drawn tokens are wanted. slots: for states, None for as many as fit and can be of use. most:
+    bytes for what layers keep, None for all that is free.
 
     Raises ValueError naming the value that makes no sense.
     """
@@ -43,6 +45,7 @@ class Limits:
     share: bool = True
     logprobs: bool = False
     slots: int | None = None
+    most: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("rows", "tokens", "context"):
@@ -73,7 +76,7 @@ class Limits:
         rooms, least = {}, 0.0 if self.blocks is not None else STATES
         blocks = self._useful(sets) if self.blocks is None else self.blocks + 1
         for device, size in sizes.items():
-            free = int(self.memory * free_bytes(device))
+            free = self._free(device)
             rooms[device] = max(int(least * free), free - blocks * block_bytes(shapes, sets, device)) // size
         if min(rooms.values()) < SLOTS:
             raise self._no_memory("states", SLOTS * max(sizes.values()), rooms)
@@ -85,13 +88,17 @@ class Limits:
             return self.blocks + 1
         useful, states, rooms = self._useful(sets), _slot_bytes(shapes), {}
         for device in dict.fromkeys(shape.device for shape in shapes):
-            free = int(self.memory * free_bytes(device)) - (self.slots or 0) * states[device]
+            free = self._free(device) - (self.slots or 0) * states[device]
             size = block_bytes(shapes, sets, device)
             rooms[device] = free // size if size else useful
         least = min(rooms, key=lambda one: rooms[one])
         if rooms[least] <= len(sets):
             raise self._no_memory("keys and values", block_bytes(shapes, sets, least) * (len(sets) + 1), rooms)
         return min(rooms[least], useful)
+
+    def _free(self, device: torch.device) -> int:
+        free = int(self.memory * free_bytes(device))
+        return free if self.most is None else min(free, self.most)
 
     @property
     def _spare(self) -> float:
@@ -139,6 +146,7 @@ def limits_of(forward: DecoderForward, config: ContinuousBatchingConfig, hints: 
     if rows is None:
         rows = min(Limits.rows, (hints.num_requests if hints is not None else 0) or Limits.rows)
     blocks = None if config.num_blocks is None else max(1, config.num_blocks * page_size(config) // BLOCK)
+    placed = streamed_model(forward.module)
     return Limits(
         rows=rows,
         tokens=Limits.tokens if config.max_batch_tokens is None else config.max_batch_tokens,
@@ -147,6 +155,7 @@ def limits_of(forward: DecoderForward, config: ContinuousBatchingConfig, hints: 
         blocks=None if blocks is None else blocks * len(sets_of(forward)),
         share=config.allow_block_sharing,
         logprobs=config.return_logprobs,
+        most=None if placed is None else placed.sizes.beside(placed.room()),
     )
 
 
