@@ -7,10 +7,11 @@ layer keep one or two layers of each kind. Several ways to do so are tried, unti
 import inspect
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -58,16 +59,20 @@ DEPTH = re.compile(r"^((n|num)_(hidden_|decoder_|encoder_)?(layers?|blocks)|(de|
 STRETCH = re.compile(r"^n(um)?_\w+_layers$")
 TOKEN = re.compile(r"_(token_)?(id|index)$")
 SPECIAL_IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+NOTHING: Mapping[str, dict] = MappingProxyType({})
 
 
 class NotBuilt(RuntimeError):
     """No way to make a configuration small gave a model that runs; it holds what each way raised."""
 
 
-def build_tiny(kind: "type[PreTrainedModel]") -> "PreTrainedModel":
-    """A model of this class that runs on `tiny_prompt`, in float32. Raises NotBuilt."""
+def build_tiny(kind: "type[PreTrainedModel]", demands: Mapping[str, dict] = NOTHING) -> "PreTrainedModel":
+    """A model of this class that runs on `tiny_prompt`, in float32. Raises NotBuilt.
+
+    demands: by model type, fields that its configuration is to have; by "" what numbers of these names are in all.
+    """
     errors: dict[str, None] = {}
-    for config in tiny_configs(kind):
+    for config in tiny_configs(kind, demands):
         try:
             if isinstance(config, Exception):
                 raise config
@@ -137,24 +142,29 @@ def randomize(model: nn.Module) -> None:
             parameter.data.copy_(1.6 * noise * parameter.shape[-1] ** -0.5)
 
 
-def tiny_configs(kind: "type[PreTrainedModel]") -> "Iterator[PreTrainedConfig | Exception]":
+def tiny_configs(
+    kind: "type[PreTrainedModel]", demands: Mapping[str, dict] = NOTHING
+) -> "Iterator[PreTrainedConfig | Exception]":
     """Small configurations of a model class, the likeliest first, or what was raised in making one."""
     ways = (Way(kinds=True), Way(), Way(fills=True, kinds=True), Way(fills=True), Way(scale=2))
     for way in ways:
         try:
-            yield shrunk(kind.config_class, kind, way)
+            yield shrunk(kind.config_class, kind, way._replace(demands=demands))
         except Exception as error:  # a configuration checks what it is given
             reason_of(error)
             yield error
 
 
-@dataclass(frozen=True)
-class Way:
-    """kinds: layers become of all kinds that the code knows. fills: numbers that are None get one. scale: of widths."""
+class Way(NamedTuple):
+    """kinds: layers become of all kinds that the code knows. fills: numbers that are None get one. scale: of widths.
+
+    demands: see `build_tiny`.
+    """
 
     kinds: bool = False
     fills: bool = False
     scale: int = 1
+    demands: Mapping[str, dict] = NOTHING
 
 
 def shrunk(config_class: "type[PreTrainedConfig]", kind: "type[PreTrainedModel]", way: Way) -> "PreTrainedConfig":
@@ -196,7 +206,8 @@ def shrunk(config_class: "type[PreTrainedConfig]", kind: "type[PreTrainedModel]"
             changed |= {name: fitting[0]} if fitting else {}
     if "is_decoder" in declared:
         changed["is_decoder"] = kind.can_generate()
-    config = config_class(**changed)
+    every = {name: one for name, one in way.demands.get("", {}).items() if isinstance(found.get(name), int)}
+    config = config_class(**changed | every | way.demands.get(config_class.model_type, {}))
     if getattr(config, "rope_parameters", None) == {} and getattr(config, "layer_types", None):
         rotary = {"rope_type": "default", "rope_theta": 10000.0}  # published ones say it of each kind of layer
         config.rope_parameters = {one: dict(rotary) for one in config.layer_types}

@@ -5,34 +5,45 @@ from collections.abc import Callable
 
 import torch
 
-from support.compatibility.tiny_configs import tiny, tiny_of
-from support.llm.random_weights import randomize
+from accel.bench.llm.tiny import SPECIAL, build_tiny
 
-ROWS, TOKENS, STEPS, WORDS = 2, 11, 4, 80  # ids below WORDS mean nothing special
+ROWS, TOKENS, STEPS, WORDS = 2, 11, 4, 80
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+MROPE = {"rope_parameters": ROPE | {"mrope_section": [4, 2, 2]}}
+# What families demand besides small numbers; of all, pictures of few pixels.
+DEMANDS = {
+    "": {"image_size": 16, "crop_size": 16, "patch_size": 4},
+    "chameleon": {"vocabulary_map": {"<image>": 90}},
+    "cosmos3_edge_text": MROPE,
+    "csm_depth_decoder_model": {"num_codebooks": 64},
+    "emu3": {"vocabulary_map": {"<image>": 90}},
+    "glm4v_moe_text": {"rope_parameters": ROPE | {"mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}},
+    "glm4v_text": MROPE,
+    "glm4v_vision": {"depth": 2},  # deeper ones enlarge rounding
+    "glm_ocr_text": MROPE,
+    "hunyuan_vl_text": {"head_dim": 16, "rope_parameters": ROPE | {"mrope_section": [2, 2, 2, 2]}},
+    "hy_v4_vl_text": {"rope_parameters": ROPE | {"mrope_section": [2, 1, 1]}},
+    "mistral4": {"qk_nope_head_dim": 8},
+    "paddleocr_vl_text": MROPE,
+    "qwen2_5_omni_text": MROPE,
+    "qwen2_5_omni_thinker": {"vision_start_token_id": 100},
+    "qwen2_5_vl_text": MROPE,
+    "qwen2_vl_text": MROPE,
+    "qwen3_omni_moe_thinker": {"vision_start_token_id": 100},
+    "xmod": {"default_language": "en_XX"},
+}
 
 
 def build(model: str, section: str) -> torch.nn.Module:
     """model: a model_type, or the name of a class that belongs to none."""
     import transformers
 
-    if hasattr(transformers, model):
-        kind = getattr(transformers, model)
-        config = tiny_of(kind.config_class)
-    else:
-        config = tiny(model)
+    kind = getattr(transformers, model, None)
+    if kind is None:
         maps = (transformers.MODEL_FOR_CAUSAL_LM_MAPPING, transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)
-        kind = maps[section == "image-text"][type(config)]
+        kind = maps[section == "image-text"][transformers.CONFIG_MAPPING[model]]
         kind = kind[0] if isinstance(kind, tuple) else kind
-    if not isinstance(config, kind.config_class):  # a decoder inside a larger model
-        config = next((part for part in vars(config).values() if isinstance(part, kind.config_class)), config)
-    torch.manual_seed(1)
-    model = kind(config).eval()
-    generator = torch.Generator().manual_seed(1)
-    heads = (model.get_output_embeddings(), model.get_input_embeddings())
-    tied = None not in heads and getattr(heads[0], "weight", None) is getattr(heads[1], "weight", 0)
-    for name, parameter in model.named_parameters():
-        module = model.get_submodule(name.rpartition(".")[0])
-        randomize(module, parameter.data, generator, 0.05 if tied else 1.0)
+    model = build_tiny(kind, DEMANDS)
     model.generation_config.update(eos_token_id=None, pad_token_id=0, bos_token_id=1)
     return model
 
@@ -40,7 +51,7 @@ def build(model: str, section: str) -> torch.nn.Module:
 def calls(model: torch.nn.Module) -> dict[str, Callable]:
     """A prompt padded on the left, steps with a cache, and a text."""
     known = inspect.signature(type(model).forward).parameters
-    ids = torch.randint(3, WORDS, (ROWS, TOKENS), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(SPECIAL, WORDS, (ROWS, TOKENS), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids)
     padding = {"attention_mask": mask} if "attention_mask" in known else {}
     if padding:

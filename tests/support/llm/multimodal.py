@@ -11,6 +11,7 @@ from support.llm.miniatures.family import GEMMA4, SIZES, TOKENS
 from support.llm.random_weights import randomize
 
 IMAGE, SPECIAL = 90, 80  # the token that stands for a piece of an image; from here on no text has tokens
+FIRST = 16  # below it some may mean something
 PIECES = 4  # of one image
 # As deep as the text's: nothing but what runs tells the two towers apart.
 VISION = {
@@ -31,7 +32,7 @@ def random(*shape: int) -> torch.Tensor:
 
 def words(images: bool, at: int = 3) -> torch.Tensor:
     """(2, tokens) ids; with an image in each row where asked for, its first piece at `at`."""
-    ids = prompt(2, 12) % (SPECIAL - 3) + 3
+    ids = prompt(2, 12) % (SPECIAL - FIRST) + FIRST
     return torch.cat([ids[:, :at], torch.full((2, PIECES), IMAGE), ids[:, at:]], dim=1) if images else ids
 
 

@@ -9,7 +9,8 @@ import torch
 import transformers
 from PIL import Image
 
-from support.compatibility.tiny_configs import tiny_of
+from accel.bench.llm.tiny import tiny_configs
+from support.compatibility.tiny_language_models import DEMANDS
 from support.llm.multimodal import words as words_and_image
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -20,10 +21,13 @@ PICTURE = Image.fromarray((np.arange(16 * 16 * 3) * 7 % 256).astype(np.uint8).re
 TASKS: dict[str, Callable[[], tuple[Any, Callable]]] = {}
 
 
-def model(name: str, **demanded):
+def model(name: str, inner: dict | None = None, **demanded):
+    """demanded: of its configuration; inner: of others inside, by model type."""
     kind = getattr(transformers, name)
+    demands = DEMANDS | {kind.config_class.model_type: demanded} | (inner or {})
+    config = next(one for one in tiny_configs(kind, demands) if not isinstance(one, Exception))
     torch.manual_seed(0)
-    made = kind(tiny_of(kind.config_class, demanded)).eval()
+    made = kind(config).eval()
     for parameter in made.parameters():
         parameter.data += 0.05 * torch.randn(parameter.shape)
     return made
@@ -97,12 +101,9 @@ def prepared(name: str, make: Callable[[], Any], *, call: str = "__call__", **in
 LABELS = {"candidate_labels": ["a", "b"]}
 LEVELS = {"hidden_sizes": [8] * 4, "num_attention_heads": [1] * 4, "depths": [1] * 4, "sr_ratios": [1] * 4,
           "decoder_hidden_size": 8}  # fmt: skip
-SAM = {"image_size": 16, "patch_size": 4}
-PAIRER = {
-    "keypoint_detector_config": {"descriptor_decoder_dim": 64, "keypoint_threshold": 0.0, "max_keypoints": 4},
-    "gnn_layers_types": ["self", "cross"],
-    "keypoint_encoder_sizes": [32],
-}
+SPECTRUM = {"spec_size": 256, "patch_embeds_hidden_size": 8, "depths": [2, 2, 2, 2], "num_classes": 527}
+KEYPOINTS = {"keypoint_decoder_dim": 65, "descriptor_decoder_dim": 64, "keypoint_threshold": 0.0, "max_keypoints": 4}
+PAIRER = {"gnn_layers_types": ["self", "cross"], "keypoint_encoder_sizes": [32]}
 task("text-classification", "abc", lambda: reading("BertForSequenceClassification", num_labels=3))
 task("zero-shot-classification", "abc", lambda: reading("BertForSequenceClassification", num_labels=3), **LABELS)
 task("token-classification", "abc def", lambda: reading("DebertaForTokenClassification"))
@@ -112,7 +113,7 @@ task("text-generation", "abc", writing, max_new_tokens=4, do_sample=False)
 task(
     "document-question-answering",
     {"image": None, "question": "abc", "word_boxes": [["de", [1, 2, 3, 4]]]},
-    lambda: reading("LayoutLMForQuestionAnswering"),
+    lambda: reading("LayoutLMForQuestionAnswering", max_2d_position_embeddings=1024),
 )
 task("audio-classification", SOUND, lambda: hearing("WavLMForSequenceClassification"))
 task("image-classification", PICTURE, lambda: seeing("ViTForImageClassification", "ViT"))
@@ -136,7 +137,7 @@ task(
     "zero-shot-audio-classification",
     SOUND,
     lambda: {
-        "model": model("ClapModel", audio_config={"patch_embeds_hidden_size": 8}),
+        "model": model("ClapModel", {"clap_audio_model": SPECTRUM}),
         "tokenizer": words(model_input_names=["input_ids", "attention_mask"]),
         "feature_extractor": transformers.ClapFeatureExtractor(truncation="rand_trunc"),
     },
@@ -153,7 +154,7 @@ task(
     "depth-estimation",
     PICTURE.resize((64, 64)),
     lambda: {
-        "model": model("GLPNForDepthEstimation", **LEVELS),
+        "model": model("GLPNForDepthEstimation", head_in_index=-1, **LEVELS),
         "image_processor": transformers.GLPNImageProcessorPil(),
     },
 )
@@ -174,9 +175,7 @@ prepared(
 )
 prepared(
     "mask-generation",
-    lambda: model(
-        "SamModel", vision_config=SAM | {"output_channels": 64, "num_pos_feats": 32}, prompt_encoder_config=SAM
-    ),
+    lambda: model("SamModel", {"sam_vision_model": {"output_channels": 64, "num_pos_feats": 32}}),
     pixel_values=torch.ones(1, 3, 16, 16),
     input_points=torch.ones(1, 1, 1, 2),
 )
@@ -187,7 +186,7 @@ prepared(
 )
 prepared(
     "keypoint-matching",
-    lambda: model("SuperGlueForKeypointMatching", **PAIRER),
+    lambda: model("SuperGlueForKeypointMatching", {"superpoint": KEYPOINTS}, **PAIRER),
     pixel_values=torch.ones(1, 2, 3, 16, 16),
 )
 for name in ("image-text-to-text", "any-to-any"):
