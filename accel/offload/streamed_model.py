@@ -62,8 +62,7 @@ class StreamedModel(PlacedModel):
         self.measuring: tuple[int, int, int] | None = None  # size of the call; bytes allocated, calls checked before
         self.seen: list[str] | None = None  # blocks called in it
         self.due = False  # blocks are to be chosen anew
-        self.on_card = self.kept = 0  # bytes there; of these, what stays
-        self.outside = 0  # bytes of the GPU that others had when blocks were chosen
+        self.on_card = self.kept = self.outside = 0  # bytes there; of these, what stays; others', when it was chosen
         self.stream: torch.cuda.Stream | None = None
         self.done: torch.cuda.Event | None = None  # the last call, on whatever stream
         self.lock, self.caller = threading.Lock(), 0  # the thread that is in a call
@@ -143,8 +142,8 @@ class StreamedModel(PlacedModel):
 
     def room(self) -> int:
         """Bytes for weights, beside what a call of the present size needs."""
-        card, needs = self.budget.card - self._allocated(), (one.nbytes for one in self.measured.values())
-        return room_for_weights(card, max(needs, default=0))
+        needs = max((one.nbytes for one in self.measured.values()), default=0)
+        return room_for_weights(self.budget.card - self._allocated(), needs)
 
     @property
     def unknown(self) -> bool:
