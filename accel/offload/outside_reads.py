@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from itertools import repeat
 from typing import Any
+from weakref import proxy
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -29,7 +30,7 @@ class OutsideReads(TorchFunctionMode):
 
     def __init__(self, streamed: Any):
         super().__init__()
-        self.streamed = streamed
+        self.streamed = proxy(streamed)  # whose model is else freed late, by the collector of cycles
         self.inside = ""  # the path of the block that is called
         self.apart: set[int] = set()  # ids of what is not to stream
         self.found: set[int] = set()  # of these, since the call began
