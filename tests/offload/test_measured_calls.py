@@ -1,6 +1,8 @@
-"""What calls need beside the weights of a budget, and which calls tell it."""
+"""What calls need beside the weights of a budget, which calls tell it, and when weights are gone."""
 
+import gc
 import threading
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -41,3 +43,19 @@ def test_a_call_in_which_kernels_were_checked_is_not_measured(monkeypatch):
     assert not streamed(model).measured
     call(model)
     assert streamed(model).measured
+
+
+@torch.no_grad()
+def test_a_restored_model_is_gone_with_its_last_name():
+    """Rather than when cycles are collected: until then its weights would take memory of the next one's budget."""
+    model, call = flux()
+    accel.optimize(model, memory=within(model, 0.8), graphs=False)
+    call(model)
+    gc.collect()
+    gc.disable()
+    try:
+        found = weakref.ref(accel.restore(model))
+        del model
+        assert found() is None
+    finally:
+        gc.enable()
