@@ -11,6 +11,7 @@ import torch
 import accel
 from accel.patching.rule import ForwardPatch
 from support.diffusion.outputs import close, run
+from support.noted import fails_at
 from support.patched import fast_forwards
 
 
@@ -55,16 +56,7 @@ def test_an_error_while_applying_leaves_the_object_as_it_was(pair, tiny, monkeyp
     stock = tiny.snapshot(model)
     accel.optimize(model)
     before = tiny.snapshot(model)
-
-    apply, calls = ForwardPatch.apply, []
-
-    def fails_once(self):
-        calls.append(self)
-        if len(calls) == 9:
-            raise MemoryError("no room")
-        apply(self)
-
-    monkeypatch.setattr(ForwardPatch, "apply", fails_once)
+    calls = fails_at(monkeypatch, 9, ForwardPatch, "apply", MemoryError, "no room")
     with pytest.raises(MemoryError, match="no room"):
         accel.optimize(model, graphs=False)
     assert len(calls) > 20  # the plan there was before is back in place

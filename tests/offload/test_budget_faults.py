@@ -31,6 +31,7 @@ from accel.offload.piece import PlacedWeights
 from accel.offload.ring import Ring
 from accel.offload.streamed_model import StreamedModel
 from accel.planning.memory import check_ram
+from support.noted import fails_at
 from support.objects.streaming import flux, llama, same, stored, within
 
 HERE = torch.device("cpu")
@@ -51,19 +52,6 @@ def untouched(model, before):
     assert all(p.untyped_storage().nbytes() == p.nbytes for p in model.parameters())
 
 
-def broken(monkeypatch, kind, name, at):
-    """The method raises KeyboardInterrupt instead of running, at so many calls of it."""
-    method, calls = getattr(kind, name), []
-
-    def interrupted(self, *args, **kwargs):
-        calls.append(0)
-        if len(calls) == at:
-            raise KeyboardInterrupt
-        return method(self, *args, **kwargs)
-
-    monkeypatch.setattr(kind, name, interrupted)
-
-
 def no_room(*given):
     raise torch.OutOfMemoryError("CUDA out of memory.")
 
@@ -77,10 +65,10 @@ def test_an_interrupted_call_ends(place, monkeypatch):
     if place == "hook":
         hook = model.single_transformer_blocks[2].register_forward_pre_hook(lambda *given: exit(1), prepend=True)
     elif place.startswith("_"):
-        broken(monkeypatch, StreamedModel, place, 1)
+        fails_at(monkeypatch, 1, StreamedModel, place, KeyboardInterrupt)
         streamed(model).streamed = None  # is to be chosen anew
     else:
-        broken(monkeypatch, Ring, place, 3)
+        fails_at(monkeypatch, 3, Ring, place, KeyboardInterrupt)
     with pytest.raises((KeyboardInterrupt, SystemExit)):
         call(model)
     if place == "hook":
@@ -135,11 +123,11 @@ def test_no_room_to_compare_a_block_with_stock_leaves_it_stock(monkeypatch):
     assert all("out of memory" in why for _, why, _ in accel.report(model).fallbacks) and accel.report(model).fallbacks
 
 
-@pytest.mark.parametrize("place", [(PlacedWeights, "put", 5), (StreamedModel, "_bring", 1), (PlacedWeights, "go", 1)])
+@pytest.mark.parametrize("place", [(5, PlacedWeights, "put"), (1, StreamedModel, "_bring"), (1, PlacedWeights, "go")])
 def test_an_interrupted_optimize_leaves_nothing(place, monkeypatch):
     model, _ = flux()
     before = stored(model)
-    broken(monkeypatch, *place)
+    fails_at(monkeypatch, *place, KeyboardInterrupt)
     with pytest.raises(KeyboardInterrupt):
         accel.optimize(model, memory=within(model, 0.9))
     untouched(model, before)

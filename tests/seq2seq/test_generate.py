@@ -21,7 +21,7 @@ from accel.seq2seq.held_layers import HeldLayer
 from accel.seq2seq.memory_attention import MemoryStep
 from accel.seq2seq.memory_loop import MemoryLoop
 from support.everything import always
-from support.noted import noted
+from support.noted import fails_at, noted
 from support.objects.seq2seq import (
     LAYERS,
     STEPS,
@@ -127,15 +127,8 @@ def test_layers_that_are_others_now_run_their_own_code_and_it_is_told(change, st
 
 def test_first_tokens_that_fail_leave_an_empty_cache(steps, monkeypatch):
     model, stock = optimized("Bart")
-    ran, run, calls = steps(), Seq2SeqForward.run_step, []
-
-    def failing(*args):
-        calls.append(1)
-        if len(calls) == 2:
-            raise RuntimeError("as of memory that is short")
-        return run(*args)
-
-    monkeypatch.setattr(Seq2SeqForward, "run_step", failing)
+    ran = steps()
+    fails_at(monkeypatch, 2, Seq2SeqForward, "run_step", RuntimeError, "as of memory that is short")
     assert_same(model, stock, source("Bart") | {"decoder_input_ids": PROMPT}, options())
     assert len(ran) == 1 + 9 and "as of memory that is short" in fallbacks(model)[0]
 

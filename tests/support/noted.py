@@ -34,6 +34,19 @@ def call_counts(monkeypatch, methods: dict[Any, tuple[Any, str]]) -> Counter:
     return counts
 
 
+def fails_at(monkeypatch, number: int, owner: Any, name: str, error: type[BaseException], *told: str) -> list:
+    """The call of owner.name of this number, from 1, raises such an error instead. Grows by one with each call."""
+    calls: list[None] = []
+
+    def count(*_: Any, **__: Any) -> None:
+        calls.append(None)
+        if len(calls) == number:
+            raise error(*told)
+
+    noted(monkeypatch, owner, name, count)
+    return calls
+
+
 def code_runs(codes: set[types.CodeType], action: Callable[[], object]) -> int:
     """How often any of these runs meanwhile, by whatever way it is called."""
     count = 0

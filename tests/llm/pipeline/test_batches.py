@@ -32,7 +32,7 @@ from support.llm.batching.engines import (
     requests,
 )
 from support.llm.families import layers, make
-from support.noted import noted
+from support.noted import fails_at, noted
 from support.spread import DEVICES, hand_another, pair, spread
 from support.state import assert_same_state, snapshot
 
@@ -245,16 +245,9 @@ def test_streams_and_cancellations(both):
 def test_a_step_that_fails_ends_its_own_requests(both, monkeypatch):
     ours, stock = both
     asked = requests(LENGTHS, NEWS)[:4]
-    engine, run, calls = engine_of(ours), Stretch.run, [0]
-
-    def failing(stretch, *args):
-        calls[0] += 1
-        if calls[0] == 4:  # the second group's prompts, on the second device
-            raise RuntimeError("no such luck")
-        return run(stretch, *args)
-
-    monkeypatch.setattr(Stretch, "run", failing)
-    finished(engine, asked)
+    # The fourth is of the second group's prompts, on the second device.
+    fails_at(monkeypatch, 4, Stretch, "run", RuntimeError, "no such luck")
+    finished(engine_of(ours), asked)
     failed = [one for one in asked if one.error is not None]
     assert failed and all("no such luck" in one.error for one in failed)
     as_alone(stock, [one for one in asked if one.error is None])
