@@ -13,7 +13,7 @@ from support.everything import EVERYTHING
 from support.llm.edits.code import CHANGES, halved, put
 from support.llm.edits.places import attention
 from support.llm.families import in_turn, layers, make, padded
-from support.llm.outputs import flat, generate, same
+from support.llm.outputs import flat, generate, same, write_alike
 
 
 def reasons(model) -> str:
@@ -144,10 +144,9 @@ def test_what_is_replaced_before_the_first_call_is_seen(pair):
 
 def test_a_copy_made_while_something_was_changed_knows_it(pair):
     ours, stock = pair("mistral")
-    ids, mask = padded()
     ours.config.sliding_window = stock.config.sliding_window = 3
     copied = copy.deepcopy(ours)
-    same(generate(copied, ids, mask), generate(stock, ids, mask))
+    write_alike(copied, stock)
     assert "sliding_window" in next(iter(reasons_told(copied)))
 
 
@@ -180,10 +179,9 @@ def test_accels_own_classes_are_not_among_the_code_that_is_looked_at():
 
 def test_fields_that_no_layer_reads_cost_nothing(pair):
     ours, stock = pair("gpt2")
-    ids, mask = padded()
     for model in (ours, stock):
         model.config.pad_token_id, model.config.problem_type, model.config.name_or_path = 5, "regression", "y"
-    same(generate(ours, ids, mask), generate(stock, ids, mask))
+    write_alike(ours, stock)
     assert not reasons_told(ours)
 
 
@@ -204,8 +202,7 @@ def test_what_generate_changes_by_itself_leaves_graphs_and_layers_as_they_are(pa
     from transformers.integrations.moe import ExpertsInterface
 
     ours, stock = pair("mixtral")
-    ids, mask = padded()
-    same(generate(ours, ids, mask), generate(stock, ids, mask))
+    write_alike(ours, stock)
     seen = vars(ours)["forward"].seen
     for name in ("batched_mm", "grouped_mm", "eager"):
         ours.set_experts_implementation(name)
@@ -215,12 +212,12 @@ def test_what_generate_changes_by_itself_leaves_graphs_and_layers_as_they_are(pa
         for model in (ours, stock):
             model.set_experts_implementation("mine")
         assert not seen.holds()
-        same(generate(ours, ids, mask), generate(stock, ids, mask))
+        write_alike(ours, stock)
         assert "implementation of experts" in next(iter(reasons_told(ours)))
         for model in (ours, stock):
             model.set_experts_implementation("grouped_mm")
     counted = reasons_told(ours)
-    same(generate(ours, ids, mask), generate(stock, ids, mask))
+    write_alike(ours, stock)
     assert reasons_told(ours) == counted
 
 
@@ -303,13 +300,12 @@ def test_a_hook_is_shown_what_stock_shows(case, before, pair):
 def test_hooks_of_transformers_itself_stay(pair):
     """Those by which it collects hidden states are there for good once they were asked for."""
     ours, stock = pair("llama")
-    ids, mask = padded()
     for _ in range(2):
         states = {"output_hidden_states": True, "return_dict_in_generate": True, "max_new_tokens": 3}
-        same(generate(ours, ids, mask, **states), generate(stock, ids, mask, **states))
+        write_alike(ours, stock, **states)
         counted = accel.report(ours).fallbacks
         assert counted and all("hidden" in reason for _, reason, _ in counted)
-        same(generate(ours, ids, mask), generate(stock, ids, mask))
+        write_alike(ours, stock)
         assert accel.report(ours).fallbacks == counted
 
 

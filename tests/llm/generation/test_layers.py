@@ -11,7 +11,7 @@ import accel
 from accel.libraries.cache import NAMES
 from accel.llm.generation.layer_forward import InnerAttention
 from support.llm.families import layers, make, padded, prompt
-from support.llm.outputs import generate, same
+from support.llm.outputs import generate, same, write_alike
 from support.noted import code_runs
 
 
@@ -43,8 +43,7 @@ def test_another_attention_in_such_a_layer_runs_stock(pair):
         forward = type(attention).forward
         vars(attention)["forward"] = lambda *args, one=attention, forward=forward, **kwargs: (
             0.5 * forward(one, *args, **kwargs)[0], None)  # fmt: skip
-    ids, mask = padded()
-    same(generate(ours, ids, mask), generate(stock, ids, mask))
+    write_alike(ours, stock)
     assert any("has a replaced forward" in reason for _, reason, _ in accel.report(ours).fallbacks)
 
 
@@ -72,8 +71,7 @@ def test_their_own_code_may_not_look_at_the_cache_or_a_mask(name, look):
 
         layer.__class__ = type("Looking", (type(layer),), {"forward": forward})
     accel.optimize(ours)
-    ids, mask = padded()
-    same(generate(ours, ids, mask), generate(stock, ids, mask))
+    write_alike(ours, stock)
     told = next(reason for path, _, _, reason in accel.report(ours).sites if not path)
     assert "look at the cache or a mask" in told
 

@@ -12,7 +12,7 @@ import accel
 from accel.llm.moe.experts import ExpertsForward
 from accel.llm.runtime.analyze import formulas
 from support.llm.families import make, padded, prompt
-from support.llm.outputs import generate, same
+from support.llm.outputs import generate, same, write_alike
 from support.llm.quantized import rounded
 from support.noted import noted
 
@@ -49,8 +49,7 @@ def test_a_module_that_does_more_is_called_as_a_whole(name, change, monkeypatch)
     monkeypatch.setattr(kind, "forward", change(kind.forward))
     assert not any(one.beside for one in mixtures(stock))
     ours = accel.optimize(copy.deepcopy(stock))
-    ids, mask = padded()
-    same(generate(ours, ids, mask), generate(stock, ids, mask))
+    write_alike(ours, stock)
     assert not accel.report(ours).fallbacks
 
 
@@ -74,11 +73,10 @@ CHANGES = {
 def test_what_changes_after_counts(change):
     stock = make("deepseek-v2")
     ours = accel.optimize(copy.deepcopy(stock))
-    ids, mask = padded()
-    same(generate(ours, ids, mask), generate(stock, ids, mask))
+    write_alike(ours, stock)
     for model in (ours, stock):
         CHANGES[change](model.model.layers[1].mlp)
-    same(generate(ours, ids, mask), generate(stock, ids, mask))
+    write_alike(ours, stock)
 
 
 @pytest.mark.parametrize("name", ["deepseek-v2", "qwen2-moe"])

@@ -15,7 +15,7 @@ from accel.llm.pipeline.stretch import ChainedStep, Stretch
 from support.llm.calls import counting, followed_by_numbers
 from support.llm.families import layers, make, padded, prompt
 from support.llm.modes import MODES
-from support.llm.outputs import generate, ran_fast, same
+from support.llm.outputs import generate, ran_fast, same, write_alike
 from support.spread import DEVICES, between_processes, hand_another, pair, spread
 
 FAMILIES = ("gpt2", "gemma3", "gpt-neox", "phi3", "qwen3", "mixtral", "bloom", "falcon-one-key", "cohere2", "smollm3")
@@ -45,9 +45,8 @@ def test_every_mode(both, mode):
 
 def test_what_steps_compute_at_once(both, ran):
     ours, stock = both
-    ids, mask = padded((7, 4))
     before = accel.report(ours).fallbacks
-    same(generate(ours, ids, mask, max_new_tokens=6), generate(stock, ids, mask, max_new_tokens=6))
+    write_alike(ours, stock, (7, 4), max_new_tokens=6)
     assert ran == [5 * 2, 5 * 4]  # the prompt is read layer by layer
     assert accel.report(ours).fallbacks == before
 
@@ -55,8 +54,7 @@ def test_what_steps_compute_at_once(both, ran):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_families(name):
     ours, stock = pair(name)
-    ids, mask = padded((9, 5))
-    same(generate(ours, ids, mask), generate(stock, ids, mask))
+    write_alike(ours, stock, (9, 5))
     assert forward_of(ours).chained and len(forward_of(ours).stretches) == 2
     ran_fast(ours)
 
@@ -94,8 +92,7 @@ def test_where_something_is_done_between_layers_each_computes_by_itself(monkeypa
     ours = accel.optimize(spread(copy.deepcopy(stock)))
     hand_another(monkeypatch, ours)
     ran[:] = 0, 0
-    ids, mask = padded((7, 4))
-    same(generate(ours, ids, mask), generate(stock, ids, mask))
+    write_alike(ours, stock, (7, 4))
     assert not forward_of(ours).chained
     assert ran == [0, 2] and not accel.report(ours).fallbacks
 
@@ -106,9 +103,8 @@ def test_a_copy_is_fused_by_its_own_weights(both):
     for model in (copied, changed):
         for layer in layers(model).values():
             layer.mlp.down_proj.weight.mul_(1.5)
-    ids, mask = padded((6, 3))
-    same(generate(copied, ids, mask), generate(changed, ids, mask))
-    same(generate(ours, ids, mask), generate(stock, ids, mask))
+    write_alike(copied, changed, (6, 3))
+    write_alike(ours, stock, (6, 3))
     assert (
         not accel.report(copied).fallbacks
         and forward_of(copied).stretches[0].layers[0].module is copied.model.layers[0]

@@ -14,7 +14,7 @@ from support.llm.changes import CHANGES
 from support.llm.edits.places import lora
 from support.llm.families import every, make, padded
 from support.llm.optimized_models import optimized, pair
-from support.llm.outputs import generate, ran_fast, same
+from support.llm.outputs import generate, ran_fast, same, write_alike
 from support.llm.prequantized.models import prequantized
 from support.llm.quantized import held_by, logits, rounded, sites
 
@@ -44,10 +44,9 @@ def test_a_change_is_seen_by_the_next_call(name, change, weights):
     theirs = rounded(stock, ours)
     for model in (ours, theirs):
         model.family = name
-    ids, mask = padded()
     for step in (*change.steps, *filter(None, [change.reverse])):
         ours, theirs = (step(model) or model for model in (ours, theirs))
-        same(generate(ours, ids, mask), generate(theirs, ids, mask))
+        write_alike(ours, theirs)
         same(logits(ours), logits(theirs))
 
 

@@ -16,7 +16,7 @@ from accel.quantization.module import QuantizedLinear
 from support.everything import EVERYTHING
 from support.llm.families import layers, make, padded
 from support.llm.optimized_models import optimized, pair
-from support.llm.outputs import generate, ran_fast, same
+from support.llm.outputs import generate, ran_fast, same, write_alike
 from support.llm.quantized import HEADS, held_by, logits, of_experts, rounded, sites
 
 FAMILIES = ("llama", "llama-tied", "llama-biases", "gpt2", "falcon-grouped", "mixtral", "mpt", "deepseek-v3", "gpt-oss")
@@ -76,8 +76,7 @@ def test_a_second_optimize_plans_anew(first, then):
     accel.optimize(model, weights=then)
     assert {module.scheme for module in held_by(model)} == {module.scheme for module in held_by(fresh)}
     assert len(held_by(model)) == (0 if then is None else 14)
-    ids, mask = padded()
-    same(generate(model, ids, mask), generate(fresh, ids, mask))
+    write_alike(model, fresh)
     accel.restore(model)
     assert torch.equal(logits(model)["logits"], logits(stock)["logits"])
 
@@ -110,8 +109,7 @@ def test_hooks_of_the_users_stay_through_restore():
         one, other = (layer.mlp.up_proj for layer in layers(model).values())
         handles.append(one.register_forward_hook(lambda module, args, output: 2 * output))
         handles.append(other.register_forward_pre_hook(lambda module, args: (3 * args[0],)))
-    ids, mask = padded()
-    same(generate(ours, ids, mask), generate(theirs, ids, mask))
+    write_alike(ours, theirs)
     accel.restore(ours)
     assert torch.equal(logits(ours)["logits"], logits(stock)["logits"])
     for handle in handles:
@@ -170,24 +168,23 @@ def test_without_the_originals_restore_says_so_and_leaves_it_quantized(tmp_path)
     pairs = [pair for patch in vars(model)[PLAN].patches if hasattr(patch, "pairs") for pair in patch.pairs]
     assert not any(original is originals[0] for original, _ in pairs)
     reference = rounded(stock, model)
-    ids, mask = padded()
-    same(generate(model, ids, mask), generate(reference, ids, mask))
+    write_alike(model, reference)
     quality = accel.verify(model)
     assert quality.passed and quality.lossy is None and "originals were not kept" in quality.note
     with pytest.warns(UserWarning, match="14 weights stay quantized"):
         accel.restore(model)
     assert len(held_by(model)) == 14 and accel.report(model).sites == []
-    same(generate(model, ids, mask), generate(reference, ids, mask))
+    write_alike(model, reference)
     model.save_pretrained(tmp_path)
     assert "quantization_config" in (tmp_path / "config.json").read_text()
     accel.optimize(model)  # they are the model's own now
-    same(generate(model, ids, mask), generate(reference, ids, mask))
+    write_alike(model, reference)
     assert accel.report(model).fallbacks == [] and not accel.report(model).weights
     assert accel.verify(model).passed
     with pytest.warns(UserWarning, match="nothing to quantize as 'fp8': model.layers.0.*: is int8 by row already"):
         accel.optimize(model, weights="fp8")
     assert {reason for path, (_, reason) in sites(model).items() if path} == {"is int8 by row already"}
-    same(generate(model, ids, mask), generate(reference, ids, mask))
+    write_alike(model, reference)
 
 
 @pytest.mark.parametrize(

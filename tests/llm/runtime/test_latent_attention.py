@@ -15,7 +15,7 @@ from accel.llm.runtime.analyze import formulas
 from support.everything import EVERYTHING
 from support.llm.families import BY_NAME, make, padded, prompt
 from support.llm.optimized_models import shared
-from support.llm.outputs import generate, same
+from support.llm.outputs import generate, same, write_alike
 from support.llm.quantized import rounded
 
 # Whether queries have a low rank, pairs are neighbors, and come apart.
@@ -49,8 +49,7 @@ def test_yarn_changes_the_scale():
     stock = make("deepseek-v3", rope_parameters=rope)
     assert {one.scale for one in attentions(stock)} == {stock.model.layers[0].self_attn.scaling} != {16**-0.5}
     ours = accel.optimize(copy.deepcopy(stock))
-    ids, mask = padded()
-    same(generate(ours, ids, mask), generate(stock, ids, mask))
+    write_alike(ours, stock)
     assert not accel.report(ours).fallbacks
 
 
@@ -101,8 +100,7 @@ def test_what_is_another_formula_in_part_is_refused(edit, monkeypatch):
         formulas(model, {})
     if EVERYTHING:
         ours = accel.optimize(copy.deepcopy(model))
-        ids, mask = padded()
-        same(generate(ours, ids, mask), generate(model, ids, mask))
+        write_alike(ours, model)
 
 
 def louder(kind):
@@ -113,8 +111,7 @@ def louder(kind):
 def test_what_changes_after_runs_stock(change):
     stock = make("deepseek-v2")
     ours = accel.optimize(copy.deepcopy(stock))
-    ids, mask = padded()
-    same(generate(ours, ids, mask), generate(stock, ids, mask))
+    write_alike(ours, stock)
     for model in (ours, stock):
         attention = model.model.layers[1].self_attn
         if change == "norm":
@@ -123,7 +120,7 @@ def test_what_changes_after_runs_stock(change):
             attention.kv_b_proj.bias = nn.Parameter(torch.ones(attention.kv_b_proj.out_features))
         else:
             attention.kv_b_proj.weight.data.mul_(1.5)  # which is read where it lies
-    same(generate(ours, ids, mask), generate(stock, ids, mask))
+    write_alike(ours, stock)
     assert bool(accel.report(ours).fallbacks) == (change != "weight")
 
 

@@ -11,7 +11,7 @@ from accel.llm.attention.linear.lightning_attention import LightningSpec
 from accel.llm.recording.record import NotUnderstood
 from accel.llm.runtime.analyze import formulas
 from support.llm.families import make, padded
-from support.llm.outputs import generate, same
+from support.llm.outputs import same, write_alike
 
 LINEAR, FULL = "linear_attention", "full_attention"
 
@@ -78,18 +78,15 @@ def test_a_state_that_is_changed_on_the_way_is_not_taken_for_one():
 @pytest.mark.parametrize("block_size", [4, 64])
 def test_factors_and_blocks_write_what_stock_writes(block_size):
     ours, stock = pair(block_size=block_size)
-    ids, mask = padded((23, 15))
-    same(generate(ours, ids, mask), generate(stock, ids, mask))
+    write_alike(ours, stock, (23, 15))
     assert not fallbacks(ours)
 
 
 def test_behind_a_first_layer_of_states_stock_loses_count_and_what_it_masks_by_that_runs_stock():
     ours, stock = pair(layer_types=[LINEAR, LINEAR, FULL])
-    ids, mask = padded((9, 9))
-    same(generate(ours, ids, mask), generate(stock, ids, mask))
+    write_alike(ours, stock, (9, 9))
     assert not fallbacks(ours)
-    ids, mask = padded((9, 5))
-    same(generate(ours, ids, mask), generate(stock, ids, mask))
+    write_alike(ours, stock, (9, 5))
     assert any("lost count" in reason for reason in fallbacks(ours))
 
 
@@ -121,10 +118,9 @@ def test_its_cache_is_one_of_its_own_class():
 def test_rates_that_a_cast_has_rounded_run_stock():
     """Each of stock's buffers of decays is rounded by itself."""
     ours, stock = pair()
-    ids, mask = padded((4, 3))
-    same(generate(ours, ids, mask), generate(stock, ids, mask))
+    write_alike(ours, stock, (4, 3))
     assert not fallbacks(ours)
     for model in (ours, stock):
         model.to(torch.bfloat16).float()
-    same(generate(ours, ids, mask), generate(stock, ids, mask))
+    write_alike(ours, stock, (4, 3))
     assert any("rounded or changed" in reason for reason in fallbacks(ours))

@@ -11,9 +11,10 @@ from accel.llm.attention.position_terms import GivenScale
 from support.compatibility.tiny_language_models import build
 from support.llm.families import layers, make, padded
 from support.llm.miniatures.family import Family
-from support.llm.outputs import generate, same
+from support.llm.outputs import write_alike
 
 GROWING = {"rope_type": "default", "rope_theta": 1e4, "llama_4_scaling_beta": 0.5}
+LONG = (60, 45)
 MINISTRAL = Family("ministral3", "ministral3", {
     "head_dim": 16, "sliding_window": None,
     "rope_parameters": GROWING | {"original_max_position_embeddings": 32}})  # fmt: skip
@@ -26,9 +27,13 @@ def reasons(model: nn.Module, rule: str = "language model") -> list[str]:
     return [site[3] if left else "" for left, site in zip(stock, sites, strict=True) if site[1] == rule]
 
 
-def long_texts_are_the_same(ours: nn.Module, stock: nn.Module) -> None:
-    ids, mask = padded((60, 45))
-    same(generate(ours, ids, mask), generate(stock, ids, mask))
+def fused(stock: nn.Module) -> nn.Module:
+    """The model optimized, which writes long texts as stock does, by fused steps alone."""
+    ours = accel.optimize(copy.deepcopy(stock), cpu="fuse")
+    assert reasons(ours) == [""]
+    write_alike(ours, stock, LONG)
+    assert not accel.report(ours).fallbacks
+    return ours
 
 
 def test_a_window_in_a_table_of_the_layer_s_own():
@@ -37,7 +42,7 @@ def test_a_window_in_a_table_of_the_layer_s_own():
     ours = accel.optimize(copy.deepcopy(stock), cpu="fuse")
     assert reasons(ours, "decoder layer") == ["", ""]
     assert [bool(layer.attn.attention.bias.all(-1).any()) for layer in layers(ours).values()] == [True, False]
-    long_texts_are_the_same(ours, stock)
+    write_alike(ours, stock, LONG)
     assert not accel.report(ours).fallbacks
 
 
@@ -56,15 +61,11 @@ def test_a_table_that_nobody_reads_is_no_window():
     attention.__class__ = type("Unread", (Unread, type(attention)), {})
     ours = accel.optimize(copy.deepcopy(stock), cpu="fuse")
     assert "" in reasons(ours, "decoder layer") and any(reasons(ours, "decoder layer"))
-    long_texts_are_the_same(ours, stock)
+    write_alike(ours, stock, LONG)
 
 
 def test_queries_that_grow_with_their_position():
-    stock = make(MINISTRAL)
-    ours = accel.optimize(copy.deepcopy(stock), cpu="fuse")
-    assert reasons(ours) == [""]
-    long_texts_are_the_same(ours, stock)
-    assert not accel.report(ours).fallbacks
+    fused(make(MINISTRAL))
 
 
 @pytest.mark.parametrize("growth", [lambda steps: steps.sqrt(), lambda steps: torch.log(1 + steps).clamp(max=1)])
@@ -78,17 +79,13 @@ def test_queries_that_grow_in_another_way(monkeypatch, growth):
     stock = make(MINISTRAL)
     ours = accel.optimize(copy.deepcopy(stock), cpu="fuse")
     assert "something else where numbers are large" in reasons(ours)[0]
-    long_texts_are_the_same(ours, stock)
+    write_alike(ours, stock, LONG)
 
 
 @pytest.mark.parametrize("every", [32, 40])
 def test_queries_that_grow_with_what_the_cache_holds(every):
     """And chunks, which begin behind the padding. A scale that grows every 40 tokens does not at the last position."""
-    stock = make("llama4", floor_scale=every, attention_chunk_size=24)
-    ours = accel.optimize(copy.deepcopy(stock), cpu="fuse")
-    assert reasons(ours) == [""]
-    long_texts_are_the_same(ours, stock)
-    assert not accel.report(ours).fallbacks
+    fused(make("llama4", floor_scale=every, attention_chunk_size=24))
 
 
 @pytest.mark.parametrize("on_host", [False, True])
@@ -107,7 +104,7 @@ def test_positions_that_are_counted_by_what_the_cache_holds(on_host):
     ours = accel.optimize(copy.deepcopy(stock), cpu="fuse")
     (reason,) = reasons(ours)
     assert "positions are read on the host" in reason if on_host else not reason, reason
-    long_texts_are_the_same(ours, stock)
+    write_alike(ours, stock, LONG)
 
 
 def test_factors_that_layers_are_given_and_a_gate_with_a_bias(monkeypatch):
@@ -117,12 +114,8 @@ def test_factors_that_layers_are_given_and_a_gate_with_a_bias(monkeypatch):
     stock = build("beam", "language")
     for layer in layers(stock).values():
         layer.self_attn.gate_bias.data += torch.linspace(-2, 2, len(layer.self_attn.gate_bias))
-    ours = accel.optimize(copy.deepcopy(stock), cpu="fuse")
-    assert reasons(ours) == [""]
-    specs = [vars(layer)["forward"].spec.attention for layer in layers(ours).values()]
+    specs = [vars(layer)["forward"].spec.attention for layer in layers(fused(stock)).values()]
     assert {spec.bias for spec in specs} == {"gate_bias"} and any(isinstance(s.q_scale, GivenScale) for s in specs)
-    long_texts_are_the_same(ours, stock)
-    assert not accel.report(ours).fallbacks
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import inspect
 import torch
 
 import accel
+from support.llm.families import padded
 
 NEW = 8
 
@@ -69,6 +70,12 @@ def same(ours: dict[str, torch.Tensor], stock: dict[str, torch.Tensor], share: f
         if finite.any():
             error = float((mine - theirs)[finite].abs().max())
             assert error <= share * float(theirs[finite].abs().max().clamp_min(1e-3)), f"{name}: {error:.1e} apart"
+
+
+def write_alike(ours, stock, lengths=(9, 5), **call) -> None:
+    """They continue prompts of these lengths in the same way."""
+    ids, mask = padded(lengths)
+    same(generate(ours, ids, mask, **call), generate(stock, ids, mask, **call))
 
 
 def both(pair, call):

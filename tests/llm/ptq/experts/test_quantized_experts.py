@@ -16,8 +16,8 @@ from accel.llm.moe.experts import ExpertsForward
 from accel.llm.ptq import model as choice
 from accel.quantization.experts import QuantizedExperts
 from accel.quantization.scheme import Scheme
-from support.llm.families import BY_NAME, make, padded, prompt
-from support.llm.outputs import generate, ran_fast, same
+from support.llm.families import BY_NAME, make, prompt
+from support.llm.outputs import ran_fast, same, write_alike
 from support.llm.quantized import (
     MIXTURES,
     STACKS,
@@ -51,8 +51,7 @@ def test_every_family(name, weights):
     for tokens in (3, 40):
         ids = prompt(1, tokens)
         torch.testing.assert_close(ours(ids).logits, twin(ids).logits, rtol=1e-4, atol=1e-4)
-    ids, mask = padded()
-    same(generate(ours, ids, mask), generate(twin, ids, mask))
+    write_alike(ours, twin)
     assert not accel.report(ours).fallbacks
     if BY_NAME[name].expected == "fast":
         ran_fast(ours)

@@ -10,9 +10,9 @@ from torch import nn
 import accel
 from accel.quantization.formats.compressed_tensors import read_compressed_tensors
 from accel.quantization.formats.repacked import Repacked
-from support.llm.families import in_turn, make, padded
+from support.llm.families import in_turn, make
 from support.llm.held_out import LiveBytes
-from support.llm.outputs import generate, ran_fast, same
+from support.llm.outputs import ran_fast, same, write_alike
 from support.llm.prequantized.models import MAKERS, GptqLinear, compressed, prequantized
 from support.llm.quantized import held_by, logits, sites, whole_numbers, written_out
 
@@ -44,8 +44,7 @@ def test_compressed_tensors_run_fast_and_come_back_as_they_were(name, scheme, fo
     accel.optimize(model)
     assert len(held_by(model)) == sum(hasattr(module, "weight_scale") for module in fresh.modules()) > 0
     assert fast(model) and accel.verify(model).passed
-    ids, mask = padded()
-    same(generate(model, ids, mask), generate(stock, ids, mask))
+    write_alike(model, stock)
     ran_fast(model)
     accel.restore(model)
     assert not held_by(model)
@@ -127,8 +126,7 @@ def test_other_layouts_are_repacked(kind, name):
     for path in sites(model) if kind != "bitsandbytes" else ():  # which divides once more
         ours = model.get_submodule(path).quantized
         assert torch.equal(ours.dequantized(torch.float32), twin.get_submodule(path).weight)
-    ids, mask = padded()
-    same(generate(model, ids, mask), generate(twin, ids, mask))
+    write_alike(model, twin)
     ran_fast(model)
     _status, reason = sites(model)["model.layers.0.mlp.up_proj"]
     assert ("activations keep their dtype" in reason) == (kind == "bitsandbytes")
@@ -182,8 +180,7 @@ def test_a_copy_is_restored_by_itself(copied):
     accel.optimize(model)
     other = copied(model)
     accel.restore(model)
-    ids, mask = padded()
-    same(generate(other, ids, mask), generate(twin, ids, mask))
+    write_alike(other, twin)
     accel.restore(other)
     assert not held_by(other) and torch.equal(logits(other)["logits"], logits(model)["logits"])
 
@@ -195,8 +192,7 @@ def test_planned_anew_and_after_an_error(monkeypatch):
     state = {key: value.clone() for key, value in model.state_dict().items()}
     accel.optimize(model)
     accel.optimize(model, graphs=False)
-    ids, mask = padded()
-    same(generate(model, ids, mask), generate(twin, ids, mask))
+    write_alike(model, twin)
     accel.restore(model)
 
     def broken(*given):
@@ -324,8 +320,7 @@ def test_compressed_tensors_of_another_layout_are_dequantized_as_by_a_first_call
             scales = torch.rand(*(size // 16 for size in module.weight.shape), generator=torch.manual_seed(1)) / 448
             module.weight_scale = nn.Parameter(scales, requires_grad=False)
     accel.optimize(ours)
-    ids, mask = padded()
-    same(generate(ours, ids, mask), generate(stock, ids, mask))
+    write_alike(ours, stock)
     ran_fast(ours)
     assert {status for status, _ in sites(ours).values()} == {"skipped"}
     accel.restore(ours)
