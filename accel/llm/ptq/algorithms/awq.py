@@ -10,6 +10,7 @@ import torch
 from accel_kernels.gemm.quantized_weight import Quantized
 from torch import Tensor, nn
 
+from accel.llm.ptq.algorithms.gptq import Hessian
 from accel.llm.ptq.calibration.folding import FoldGroup, middle
 from accel.llm.ptq.calibration.layer_work import LayerWork
 from accel.llm.ptq.calibration.linears import put, trial, weight_matrix
@@ -20,28 +21,9 @@ RATIO_STEPS, LEAST = 10, 0.5  # ratios of the largest weight tried, from 1 down 
 AT_ONCE = 2**22  # weights in work
 
 
-class BlockHessian:
-    """X_g^T X_g / tokens for every group g of columns of a linear's inputs X: (groups, columns, columns) in float32."""
-
-    def __init__(self, scheme: Scheme):
-        self.scheme = scheme
-        self.mean: Tensor | None = None
-        self.tokens = 0
-
-    def __call__(self, rows: Tensor) -> None:
-        """rows: (tokens, K)."""
-        if not len(rows):
-            return
-        parts = rows.float().unflatten(1, (-1, self.scheme.group or rows.shape[1])).transpose(0, 1)
-        self.tokens += len(rows)
-        if self.mean is None:
-            self.mean = parts.new_zeros(len(parts), parts.shape[2], parts.shape[2])
-        self.mean.baddbmm_(parts.mT, parts, beta=1 - len(rows) / self.tokens, alpha=1 / self.tokens)
-
-
 def clipped(weight: Tensor, hessian: Tensor, scheme: Scheme) -> Quantized:
     """weight: (N, K), each group of a row cut off at the ratio of its largest values that makes d^T H d least, d being
-    what its numbers are off. hessian: see `BlockHessian`. Otherwise as `round_to_nearest`.
+    what its numbers are off. hessian: see `Hessian`. Otherwise as `round_to_nearest`.
     """
     dtype = weight.dtype if weight.dtype in SCALES else torch.float32
     parts = []
@@ -132,7 +114,7 @@ def _searched(work: LayerWork, group: FoldGroup, sizes: Tensor) -> Tensor | None
 
 def _round(work: LayerWork) -> None:
     for stage in work.stages():
-        hessian = BlockHessian(work.scheme)
+        hessian = Hessian(work.scheme.group)
         if work.scheme.group is not None:
             work.observe({stage[0]: hessian})
         found = {path: work.nearest(path) for path in stage}

@@ -22,9 +22,13 @@ COLUMNS = 128  # whose errors the columns behind them get in one product
 
 
 class Hessian:
-    """X^T X / tokens of a linear's inputs X, (K, K) in float32, as a running mean."""
+    """X_g^T X_g / tokens of every group g of columns of a linear's inputs X, a running mean.
 
-    def __init__(self) -> None:
+    mean: (groups, columns, columns) in float32. group: how many columns one has; None for all of them.
+    """
+
+    def __init__(self, group: int | None = None) -> None:
+        self.group = group
         self.mean: Tensor | None = None
         self.tokens = 0
 
@@ -32,12 +36,11 @@ class Hessian:
         """rows: (tokens, K)."""
         if not len(rows):
             return
-        rows = rows.float()
+        parts = rows.float().unflatten(1, (-1, self.group or rows.shape[1])).transpose(0, 1)
         self.tokens += len(rows)
         if self.mean is None:
-            self.mean = rows.new_zeros(rows.shape[1], rows.shape[1])
-        self.mean *= 1 - len(rows) / self.tokens
-        self.mean.addmm_(rows.t(), rows, alpha=1 / self.tokens)
+            self.mean = parts.new_zeros(len(parts), parts.shape[2], parts.shape[2])
+        self.mean.baddbmm_(parts.mT, parts, beta=1 - len(rows) / self.tokens, alpha=1 / self.tokens)
 
 
 def quantize_layer(work: LayerWork) -> None:
@@ -50,7 +53,7 @@ def quantize_layer(work: LayerWork) -> None:
         work.observe({stage[0]: hessian})
         if hessian.mean is not None:
             weights = [weight_matrix(work.linears[path]) for path in stage]
-            for path, found in zip(stage, gptq(weights, hessian.mean, work.scheme), strict=True):
+            for path, found in zip(stage, gptq(weights, hessian.mean[0], work.scheme), strict=True):
                 work.keep(path, found)
     work.round_rest()
 

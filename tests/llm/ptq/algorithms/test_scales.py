@@ -8,7 +8,7 @@ import torch
 from accel.comparison import relative_rms
 from accel.llm.ptq.algorithms import gptq as module
 from accel.llm.ptq.algorithms import smoothquant as smooth
-from accel.llm.ptq.algorithms.awq import LEAST, BlockHessian, clipped
+from accel.llm.ptq.algorithms.awq import LEAST, clipped
 from accel.llm.ptq.algorithms.gptq import Hessian
 from accel.llm.ptq.calibrate import LayerResult, quantize_layers
 from accel.llm.ptq.calibration.folding import layer_groups
@@ -35,7 +35,7 @@ def hessian_of(x: torch.Tensor, parts: int = 1) -> torch.Tensor:
     hessian = Hessian()
     for rows in x.chunk(parts):
         hessian(rows)
-    return hessian.mean
+    return hessian.mean[0]
 
 
 def gptq(weight: torch.Tensor, *given):
@@ -183,7 +183,7 @@ def by_group(x: torch.Tensor, off: torch.Tensor, group: int) -> torch.Tensor:
 def test_no_group_is_worse_for_being_clipped(scheme):
     x, weight = normal(200, 256, seed=0), normal(24, 256, seed=1)
     weight[torch.rand(24, 256, generator=torch.Generator().manual_seed(2)) < 0.02] *= 4
-    hessian = BlockHessian(scheme)
+    hessian = Hessian(scheme.group)
     for rows in x.split(37):
         hessian(rows)
     parts = x.unflatten(1, (-1, scheme.group))
