@@ -7,15 +7,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from accel.encoders.position_bias import SeenBias
 from accel.encoders.relative import Relative, seen_relative
 from accel.encoders.waiting_scores import PRODUCTS, FusedProducts, Seen, WaitingScores
-from accel.llm.recording.record import Attended, LayerRecord, NotUnderstood, Stored
+from accel.llm.recording.record import Attended, LayerRecord, Stored
 
 PLAIN = (torch.Tensor, nn.Parameter)
-READS = ("__int__", "__index__", "__invert__")
 SUMS = {torch.add, torch.Tensor.add, torch.Tensor.__add__}
 SDPA = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
@@ -31,34 +29,6 @@ class OwnAttended(Attended):
     relative: Relative | None = None
     factors: tuple[float, float] | None = None
     added: tuple[str, ...] = ()
-
-
-class Writes(NotUnderstood):
-    """A forward that writes into its weights: no other look at it is worth that."""
-
-
-class Unwritten(TorchFunctionMode):
-    """Inside, a forward that writes into the model's weights, as RWKV's first one does, raises before: to look at it
-    must not change them.
-    """
-
-    def __init__(self, model: nn.Module):
-        super().__init__()
-        self.places = {one.data_ptr() for one in model.parameters()} - {0}
-
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        name = getattr(func, "__name__", "")
-        written = args[0] if args and _writes(name) else None
-        if isinstance(written, torch.Tensor) and written.data_ptr() in self.places:
-            raise Writes("its forward writes into its weights")
-        return func(*args, **(kwargs or {}))
-
-
-def _writes(name: str) -> bool:
-    """Whether a function of torch of this name writes into its first argument."""
-    if name.startswith("__"):
-        return name == "__setitem__" or (name.startswith("__i") and name not in READS)
-    return name.endswith("_")
 
 
 class OwnCode(FusedProducts):

@@ -14,7 +14,7 @@ from torch import nn
 
 from accel.encoders.bidirectional_attention import OWN_MASK, BidirectionalSpec, EncoderRecord
 from accel.encoders.inputs import PLACES
-from accel.encoders.own_code import OwnCode, Unwritten
+from accel.encoders.own_code import OwnCode
 from accel.encoders.position_bias import SeenBias, learned, listening_to_biases, long_text
 from accel.encoders.windows import Moved, added_by, one_window
 from accel.errors import reason_of
@@ -23,7 +23,7 @@ from accel.llm.parts.linear import only_linear
 from accel.llm.recording.implementation import foreign_attention
 from accel.llm.recording.record import Attended, LayerRecord, NotUnderstood, Record, Stored, Value
 from accel.llm.recording.recorder import NAME, Recorder, decoder_layers
-from accel.llm.recording.resting import resting
+from accel.llm.recording.resting import Unwritten, resting
 from accel.llm.runtime.layer import own_code_around, put_together
 from accel.llm.runtime.layer_spec import LayerSpec
 from accel.patching.structure import placement

@@ -33,7 +33,7 @@ from accel.encoders.inputs import (
     wide_call,
 )
 from accel.encoders.own_attention import ALONE, OwnAttention, OwnCodeForward, own_attentions
-from accel.encoders.own_code import Writes, hides_all_from_some
+from accel.encoders.own_code import hides_all_from_some
 from accel.encoders.packing import ignores_padding
 from accel.encoders.picture_sizes import picture_sizes
 from accel.encoders.position_bias import PositionBiasForward, long_text
@@ -50,7 +50,7 @@ from accel.llm.parts.step import ForwardContext
 from accel.llm.recording.inputs import example_ids, last_positions
 from accel.llm.recording.position_table import within_tables
 from accel.llm.recording.record import NotUnderstood
-from accel.llm.recording.resting import resting
+from accel.llm.recording.resting import Writes, resting
 from accel.patching.fast_forward import as_written
 from accel.patching.rule import Change, Context, ForwardPatch, Match, Rule, Site, Skip, first_of
 from accel.patching.structure import meta_weights, placement, side_effects

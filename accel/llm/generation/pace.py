@@ -12,7 +12,7 @@ from accel.libraries.cache import cache_given, cache_of
 from accel.llm.recording.implementation import unpaged
 from accel.llm.recording.inputs import example_ids, most_configured
 from accel.llm.recording.record import NotUnderstood
-from accel.llm.recording.resting import model_side_effects, resting
+from accel.llm.recording.resting import Unwritten, model_side_effects, resting
 from accel.patching.fallback_log import FallbackLog
 from accel.patching.fast_forward import as_written
 
@@ -51,7 +51,7 @@ def pace(model: nn.Module, log: FallbackLog) -> tuple[float, float]:
         with resting(model):
             around = (nullcontext, as_stock)
             for stock in lengths:
-                with around[stock]():
+                with around[stock](), Unwritten(model):
                     step(stock, PROMPT)
             steps, rounds = [partial(step, stock) for stock in lengths], most - PROMPT - WARM
             found = in_turns(steps, ids.device, WARM, rounds, calls=1, seconds=SECONDS, around=around)

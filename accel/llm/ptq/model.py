@@ -16,7 +16,7 @@ from accel.llm.ptq.formats.saving import guard
 from accel.llm.recording.inputs import example_ids
 from accel.llm.recording.record import NotUnderstood
 from accel.llm.recording.recorder import decoder_layers
-from accel.llm.recording.resting import model_side_effects, resting
+from accel.llm.recording.resting import Unwritten, model_side_effects, resting
 from accel.options import Options
 from accel.parallel.sharded_layers import expert_sharding, local
 from accel.patching.structure import meta_weights, tampered, twin
@@ -143,7 +143,7 @@ def _failure(model: PreTrainedModel) -> str | None:
     if model_side_effects(model) is not None:
         return None
     try:
-        with resting(model), dequantizing(model):
+        with resting(model), Unwritten(model), dequantizing(model):
             type(model).forward(model, input_ids=example_ids(model, TOKENS))
     except Exception as error:  # whatever a forward may raise
         return reason_of(error)

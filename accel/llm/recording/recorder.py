@@ -31,7 +31,7 @@ from accel.llm.recording.plain_attention import plain_attention
 from accel.llm.recording.position_table import PositionTable
 from accel.llm.recording.record import Attended, Call, KeptState, LayerRecord, NotUnderstood, Record, Stored, Value
 from accel.llm.recording.recording_cache import recording_cache
-from accel.llm.recording.resting import model_side_effects, resting
+from accel.llm.recording.resting import Unwritten, model_side_effects, resting
 from accel.patching.structure import placement
 
 NAME = "accel_recording"
@@ -76,7 +76,7 @@ def _last_to_run(model: PreTrainedModel, stacks: dict[str, nn.ModuleList], call:
     if model_side_effects(model) is None:
         with listening((layer, partial(note, path)) for path, layers in stacks.items() for layer in layers):
             try:
-                with resting(model), unpaged(model):
+                with resting(model), unpaged(model), Unwritten(model):
                     type(model).forward(model, **call or {"input_ids": example_ids(model, 1), "use_cache": False})
             except Exception as error:  # whatever a forward may raise
                 reason_of(error)
@@ -119,7 +119,8 @@ def record(
     ids = example_ids(model, few(model))
     table = PositionTable(model, ids.shape[1])
     try:
-        with resting(model), math_attention(), recorder.attached(model), recorder.until_shown, narrowed(layers) as held:
+        attached, shown = recorder.attached(model), recorder.until_shown
+        with resting(model), math_attention(), Unwritten(model), attached, shown, narrowed(layers) as held:
             seen.tables = held
             if known is None:
                 recorder.until_shown.enter_context(table)

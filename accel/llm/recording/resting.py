@@ -7,12 +7,19 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from accel.in_flight import alone
 from accel.libraries.tensor_parallel import pipeline_stage
 from accel.llm.pipeline.device_hooks import other_hook
+from accel.llm.recording.record import NotUnderstood
+from accel.patching.rule import set_data
 from accel.patching.structure import foreign_hooks, placement
 from accel.quantization.experts import holds_numbers
+
+WRITES = "its forward writes into its weights"
+READS = ("__int__", "__index__", "__invert__")
 
 
 def model_side_effects(model: nn.Module) -> str | None:
@@ -29,6 +36,54 @@ def model_side_effects(model: nn.Module) -> str | None:
     return None
 
 
+class Writes(NotUnderstood):
+    """A forward that writes into its weights: no other look at it is worth that."""
+
+
+class Unwritten(TorchFunctionMode):
+    """Inside, a forward that writes into the model's weights, as RWKV's first one does, raises before: to look at it
+    must not change them. One that leaves others in their places raises afterwards, as these are taken out. Packed ones
+    may be packed anew, as bitsandbytes does on a CPU.
+    """
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.held = [(one, one.detach()) for one in model.parameters() if one.is_floating_point()]
+        self.places = {_place(one) for one, _ in self.held} - {0}
+
+    def __exit__(self, *given: Any) -> None:
+        super().__exit__(*given)
+        others = [pair for pair in self.held if pair[0].device == pair[1].device and _place(pair[0]) != _place(pair[1])]
+        for one, before in others:
+            set_data(one, lambda _, before=before: before)
+        if others:
+            raise Writes(WRITES)
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        written = [(kwargs or {}).get("out")]
+        if args and _writes(func):
+            written.append(args[0])
+        if any(isinstance(one, torch.Tensor) and _place(one) in self.places for one in tree_leaves(written)):
+            raise Writes(WRITES)
+        return func(*args, **(kwargs or {}))
+
+
+def _place(tensor: torch.Tensor) -> int:
+    """Where the memory begins that it lies in; 0 where it has none of its own, as of several tensors or under vmap."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):
+        return 0
+
+
+def _writes(function: Any) -> bool:
+    """Whether a function of torch writes into its first argument."""
+    name = getattr(function, "__name__", "")
+    if name.startswith("__"):
+        return name == "__setitem__" or (name.startswith("__i") and name not in READS)
+    return name.endswith("_")
+
+
 @contextmanager
 def resting(model: nn.Module) -> Iterator[None]:
     """Inside, the model is in inference mode without gradients or autocast; where it was in training mode, no other
@@ -43,7 +98,7 @@ def resting(model: nn.Module) -> Iterator[None]:
 def _resting(model: nn.Module) -> Iterator[None]:
     modules = list(model.modules())
     # BigBird puts other modules in their places; transformers hooks what a call gives.
-    changeable: list[Any] = [one for m in modules for one in (vars(m), m._modules, m._forward_hooks)]
+    changeable: list[Any] = [one for m in modules for one in (vars(m), m._modules, m._parameters, m._forward_hooks)]
     attributes = [(one, dict(one)) for one in changeable]
     buffers = [(one._buffers, {n: _copied(b, one) for n, b in one._buffers.items()}) for one in modules]
     try:

@@ -244,6 +244,45 @@ def test_embeddings_of_another_dtype_are_promoted_as_stock_does(dtype):
     assert (path, reason) == ("", "embeddings of another dtype than the model's")
 
 
+def written(layer):
+    """What the first forward of a layer of one's own may do to its weight."""
+    weight = layer.weight.data
+    return {
+        "in place": lambda: weight[1:].t().mul_(0.5),
+        "out": lambda: torch.mul(weight, 0.5, out=weight),
+        "several": lambda: torch._foreach_mul_([weight], 0.5),
+        "data": lambda: setattr(layer.weight, "data", weight * 0.5),
+        "another": lambda: setattr(layer, "weight", nn.Parameter(weight * 0.5)),
+    }
+
+
+@pytest.mark.parametrize("how", ["in place", "out", "several", "data", "another", "RWKV"])
+@torch.no_grad()
+def test_a_forward_that_writes_into_its_weights_does_so_in_a_call_of_the_users(how):
+    """It notes on the model that it did, and what was noted was put back."""
+
+    class Once(nn.Linear):
+        done = False
+
+        def forward(self, x):
+            if not self.done:
+                written(self)[how]()
+                self.done = True
+            return super().forward(x)
+
+    sizes = {"vocab_size": 512, "hidden_size": 32, "intermediate_size": 48, "attention_hidden_size": 32}
+    rwkv = transformers.RwkvConfig(**sizes, num_hidden_layers=4, rescale_every=2)
+    model = transformers.RwkvForCausalLM(rwkv).eval() if how == "RWKV" else make("llama")
+    if how != "RWKV":
+        for layer in model.model.layers:
+            layer.mlp.up_proj.__class__ = Once
+    stock, ids = copy.deepcopy(model), prompt()
+    accel.optimize(model)
+    assert all(map(torch.equal, model.parameters(), stock.parameters()))
+    for _ in range(2):
+        assert torch.equal(model(ids).logits, stock(ids).logits)
+
+
 @pytest.mark.parametrize("head", ["ForCausalLM", "ForSequenceClassification"])
 def test_tables_are_read_within(head):
     """As of padding, whose positions have rows in front of those of a text; conftest.py asks what was read behind."""
