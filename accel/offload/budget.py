@@ -1,9 +1,10 @@
 """How much memory a model may take, and which of its blocks stay on the card within it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import ceil
 from typing import NamedTuple
+from weakref import WeakSet
 
 from accel.errors import Refused
 
@@ -16,11 +17,15 @@ SLACK = 256 * 2**20  # bytes: workspaces of libraries, kernels that are loaded o
 @dataclass(frozen=True)
 class Budget:
     """card: bytes of the GPU that weights and all else may take together. host: bytes of RAM that may be pinned, None
-    for all.
+    for all. placed: the `PlacedModel`s that share both, of one pipeline; copies have others.
     """
 
     card: int
     host: int | None = None
+    placed: WeakSet = field(default_factory=WeakSet, compare=False, repr=False)
+
+    def __reduce__(self) -> tuple:
+        return Budget, (self.card, self.host)
 
     def too_little(self, name: str, weights: int, needed: str) -> str:
         """That a call goes beyond it. weights: bytes of them on the card; needed: what it needs beside these."""
@@ -92,9 +97,9 @@ def room_for_weights(card: int, beside: int) -> int:
     return card - int(MARGIN * beside) - SLACK
 
 
-def check_fits(sizes: WeightSizes, budget: Budget, name: str) -> None:
-    """Raises Refused where the weights that must be on the card at once do not fit."""
-    if (least := sizes.least() + SLACK) > budget.card:
+def check_fits(sizes: WeightSizes, budget: Budget, name: str, beside: int = 0) -> None:
+    """Raises Refused where the weights that must be on the card at once do not fit, with so many bytes beside them."""
+    if (least := sizes.least() + beside + SLACK) > budget.card:
         needs = f"{ceil(least / 1e7) / 100:.2f} GB for the weights that are on the GPU at once, and more for a call"
         raise Refused(f"memory={budget.card / 1e9:.2f} GB: a {name} needs {needs}")
 

@@ -132,7 +132,7 @@ class OffloadSwitch(PartlyCopied):
         if held is not None and (held.device, held.budget) == (device, budget):
             return held  # whose hook was taken off for a while
         if budget is None or comes_whole(model, budget.card):
-            return PlacedModel(model, device, self.prepare)
+            return PlacedModel(model, device, self.prepare, budget)
         return StreamedModel(model, device, self.prepare, budget)
 
     def let_go(self) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from accel.errors import logged
+from accel.offload.budget import Budget
 from accel.offload.layout import CPU, Layout, as_ordinary, lay_out, unmovable, weights_in
 from accel.offload.memory import Addresses, Mapping
 from accel.offload.piece import PlacedWeights
@@ -22,16 +23,24 @@ class PlacedModel(PartlyCopied):
 
     On its way to the GPU all bytes are copied at once; on its way back only if they have changed. Checksums tell that,
     since an update through `.data`, as merging adapters makes, leaves no other trace. reason: why torch moves its
-    weights one by one. prepare(model, device): called before the model goes to the device.
+    weights one by one. prepare(model, device): called before the model goes to the device. budget: that it shares.
     """
 
-    copied: tuple[str, ...] = ("model", "device", "prepare")
+    copied: tuple[str, ...] = ("model", "device", "prepare", "budget")
 
-    def __init__(self, model: nn.Module, device: torch.device, prepare: Callable[[nn.Module, torch.device], None]):
-        self.model, self.device, self.prepare = model, device, prepare
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        prepare: Callable[[nn.Module, torch.device], None],
+        budget: Budget | None = None,
+    ):
+        self.model, self.device, self.prepare, self.budget = model, device, prepare, budget
         self.renew()
 
     def renew(self) -> None:
+        if self.budget is not None:
+            self.budget.placed.add(self)
         self.reason: str | None = None
         self.packed: PlacedWeights | None = None  # all of its weights, where they are one piece
         self.visits = 0  # to the GPU, from where it lies on the CPU now
@@ -128,6 +137,12 @@ class PlacedModel(PartlyCopied):
         mapping = self.addresses.map()
         self.mapping = weakref.ref(mapping)
         return mapping.tensor()
+
+    def beside(self) -> int:
+        """Bytes of the GPU that weights of other models within the same budget have now."""
+        others = () if self.budget is None else (one for one in self.budget.placed if one is not self)
+        mappings = (None if one.mapping is None else one.mapping() for one in others)
+        return sum(one.nbytes for one in mappings if one is not None)
 
     def _reserve(self, nbytes: int) -> Addresses:
         return Addresses(self.device, nbytes)

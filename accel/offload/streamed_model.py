@@ -37,11 +37,12 @@ class StreamedModel(PlacedModel):
     alone: no hook of accelerate's moves it, so it comes to the GPU at its first call and stays.
     """
 
-    copied: tuple[str, ...] = (*PlacedModel.copied, "budget", "alone")
+    copied: tuple[str, ...] = (*PlacedModel.copied, "alone")
+    budget: Budget
 
     def __init__(self, model: nn.Module, device: torch.device, prepare: Callable, budget: Budget, alone: bool = False):
-        self.budget, self.alone = budget, alone
-        super().__init__(model, device, prepare)
+        self.alone = alone
+        super().__init__(model, device, prepare, budget)
         hook_model(self)
 
     def renew(self) -> None:
@@ -152,11 +153,11 @@ class StreamedModel(PlacedModel):
 
     def _place(self) -> None:
         """Chooses blocks anew where that is due, and copies those that stay."""
-        self.outside = self._allocated()
+        self.outside = self._allocated() + self.beside()
         if self.streamed is not None and not self.unknown and not self.due and self.on_card <= self.room():
             streamed, copies = self.streamed, self.copies  # its addresses, and the graphs that know them, stay
         elif self.unknown and 2 * self.sizes.total > self.budget.card - self.outside:
-            check_fits(self.sizes, self.budget, type(self.model).__name__)
+            check_fits(self.sizes, self.budget, type(self.model).__name__, self.beside())
             streamed, copies = tuple(range(len(self.order))), 0
         else:
             streamed = streamed_blocks(self.sizes, self.room())

@@ -21,10 +21,13 @@ from accel.llm.kv_cache.paged_kv_cache import block_bytes
 from accel.offload.blocks import nbytes, sizes_of, streaming_blocks
 from accel.offload.budget import Budget, WeightSizes, predicted_seconds, streamed_blocks
 from accel.offload.call_hooks import StreamedCall, streamed_model, whole_runs
+from accel.offload.placed_model import PlacedModel
 from accel.offload.ring import Ring, Staging, repeated
+from accel.offload.streamed_model import StreamedModel
 from accel.options import Options, bytes_of
 from accel.planning.memory import budget_of
 from support.llm.families import make
+from support.objects.emulated_card import THERE
 from support.objects.streaming import dit, flux, rwkv, same, stored, unet
 
 pytestmark = pytest.mark.usefixtures("streaming")
@@ -66,6 +69,24 @@ def test_what_streams_is_pinned_before_what_stays():
     model, _ = flux(1)
     places = sorted(streamed_model(accel.optimize(model, memory=nbytes(model))).pieces, key=lambda one: one.start)
     assert [one.path for one in places] == [*streaming_blocks(model), ""]
+
+
+@torch.no_grad()
+def test_models_that_are_on_the_card_at_once_share_their_budget():
+    """As a ControlNet, which no hook takes off before the UNet comes."""
+    (model, call), (other, _) = flux(), flux(1)
+    least, beside = sizes_of(model).least(), int(1.02 * nbytes(other))
+    for card in (least, least + beside + nbytes(model) // 4):
+        budget = Budget(card)
+        there = PlacedModel(other, THERE, lambda *given: None, budget)
+        held = StreamedModel(model, THERE, lambda *given: None, budget, alone=True)
+        assert there.enter()
+        for _ in range(2):
+            with pytest.raises(Refused, match="on the GPU at once") if card == least else nullcontext():
+                call(model)
+                assert held.streamed and held.on_card + nbytes(other) <= card
+        held.let_go()
+        there.let_go()
 
 
 def test_blocks_are_what_is_called():
