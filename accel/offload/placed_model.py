@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import torch
@@ -43,6 +44,7 @@ class PlacedModel(PartlyCopied):
             self.budget.placed.add(self)
         self.reason: str | None = None
         self.packed: PlacedWeights | None = None  # all of its weights, where they are one piece
+        self.pieces: list[PlacedWeights] = []  # where they are several
         self.visits = 0  # to the GPU, from where it lies on the CPU now
         self.single = 0  # layouts in a row that served one visit
         self.addresses: Addresses | None = None
@@ -121,7 +123,8 @@ class PlacedModel(PartlyCopied):
             packed, self.visits = PlacedWeights("", Layout(tensors)), 0
             self.packed = packed
         if self.visits == 1:  # it comes again; pinning takes as long as a few copies
-            packed.host.pin()
+            if (most := self.may_pin()) is None or packed.nbytes <= most:
+                packed.host.pin()
         arena = self._mapped(packed.nbytes)
         with as_ordinary():
             arena[: packed.nbytes].copy_(packed.bytes, non_blocking=True)
@@ -143,6 +146,14 @@ class PlacedModel(PartlyCopied):
         others = () if self.budget is None else (one for one in self.budget.placed if one is not self)
         mappings = (None if one.mapping is None else one.mapping() for one in others)
         return sum(one.nbytes for one in mappings if one is not None)
+
+    def may_pin(self, *kept: PlacedWeights) -> int | None:
+        """Bytes of RAM that may be pinned within the budget, beside what others and these have; None for all."""
+        if self.budget is None or self.budget.host is None:
+            return None
+        others = [one for one in self.budget.placed if one is not self]
+        pieces = chain(kept, *(one.pieces for one in others), filter(None, (one.packed for one in others)))
+        return max(0, self.budget.host - sum({id(one.host): one.host.pinned_bytes for one in pieces}.values()))
 
     def _reserve(self, nbytes: int) -> Addresses:
         return Addresses(self.device, nbytes)

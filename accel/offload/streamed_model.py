@@ -47,7 +47,6 @@ class StreamedModel(PlacedModel):
 
     def renew(self) -> None:
         super().renew()
-        self.pieces: list[PlacedWeights] = []
         self.reads = OutsideReads(self)
         self.plans: list | None = None  # of the model and its parts, by which the pieces were made; None if unknown
         self.order: list[str] = []  # of blocks, by path, as they were called
@@ -120,8 +119,7 @@ class StreamedModel(PlacedModel):
         left = laid_anew(self.pieces, kept, tensors, apart) if intact else pieces(self.model, apart)
         ends = list(accumulate((layout.nbytes + PAGE for _, layout in left), initial=0))
         host, here = HostBuffer(ends[-1]), left[0][1].slots[0].tensor.device
-        others = {id(piece.host): piece.host.pinned_bytes for piece in kept}
-        most = None if self.budget.host is None else max(0, self.budget.host - sum(others.values()))
+        most = self.may_pin(*kept)
         pin = partial(host.pin, None if most is None else max(end for end in ends if end <= most))
         if here.type == "cuda":
             pin(empty=True)  # so that the GPU copies at full speed

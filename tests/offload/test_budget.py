@@ -21,6 +21,7 @@ from accel.llm.kv_cache.paged_kv_cache import block_bytes
 from accel.offload.blocks import nbytes, sizes_of, streaming_blocks
 from accel.offload.budget import Budget, WeightSizes, predicted_seconds, streamed_blocks
 from accel.offload.call_hooks import StreamedCall, streamed_model, whole_runs
+from accel.offload.memory import HostBuffer
 from accel.offload.placed_model import PlacedModel
 from accel.offload.ring import Ring, Staging, repeated
 from accel.offload.streamed_model import StreamedModel
@@ -87,6 +88,19 @@ def test_models_that_are_on_the_card_at_once_share_their_budget():
                 assert held.streamed and held.on_card + nbytes(other) <= card
         held.let_go()
         there.let_go()
+
+
+def test_models_of_a_pipeline_share_what_may_be_pinned(monkeypatch):
+    monkeypatch.setattr(HostBuffer, "pin", lambda self: setattr(self, "pinned_bytes", self.bytes.nbytes))
+    models = [flux(1)[0] for _ in range(2)]
+    budget = Budget(10**9, int(1.5 * nbytes(models[0])))
+    placed = [PlacedModel(one, THERE, lambda *given: None, budget) for one in models]
+    for _ in range(2):
+        assert all(one.enter() for one in placed)
+        for one in placed:
+            one.leave()
+    pinned = [one.packed.host.pinned_bytes for one in placed]
+    assert 0 == pinned[1] < pinned[0] and placed[1].may_pin() == budget.host - pinned[0]
 
 
 def test_blocks_are_what_is_called():
