@@ -14,6 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from accel.errors import Refused
 from accel.in_flight import GATE, Permit, call_gate
+from accel.patching.owner import PartlyCopied
 from accel.patching.structure import CallersHook
 
 BESIDE = ("mask", "position", "past", "cache")  # arguments that say nothing about how much is computed
@@ -30,18 +31,28 @@ class BlockHook(CallersHook):
         self.model.leave_block(self.path) if self.behind else self.model.take_block(self.path)
 
 
-class StreamedCall(Permit):
+class StreamedCall(PartlyCopied, Permit):
     """Stands in `vars(module)["_call_impl"]` of a model, and of its parts around blocks, which others call by
-    themselves: a call that is interrupted ends too, which torch tells no hook.
+    themselves: a call that is interrupted ends too, which torch tells no hook. torch.compile leaves it as it is.
     """
 
     computes = True  # see `in_flight.py`
+    copied = ("streamed", "path", "owner", "gate")
 
     def __init__(self, streamed: Any, path: str = ""):
         self.streamed, self.path, self.owner = streamed, path, streamed.model.get_submodule(path)
+        self.renew()
+
+    def renew(self) -> None:
+        self.uncompiled = torch.compiler.disable(self.run)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        module = sys._getframe(1).f_locals["self"]  # shallow copies hold this too
+        if torch.compiler.is_compiling():
+            return self.uncompiled(self.owner, args, kwargs)
+        return self.run(sys._getframe(1).f_locals.get("self", self.owner), args, kwargs)
+
+    def run(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
+        """module: that is called; shallow copies hold this too."""
         self.refuses()  # waits while the model is changed
         stock = getattr(type(module), GATE)
         if self.streamed.caller == threading.get_ident():

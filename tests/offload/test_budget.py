@@ -29,7 +29,7 @@ from accel.options import Options, bytes_of
 from accel.planning.memory import budget_of
 from support.llm.families import make
 from support.objects.emulated_card import THERE
-from support.objects.streaming import dit, flux, rwkv, same, stored, unet
+from support.objects.streaming import dit, flux, rwkv, same, stored, unet, within
 
 pytestmark = pytest.mark.usefixtures("streaming")
 
@@ -147,6 +147,16 @@ def test_what_requests_keep_is_of_the_budget_too():
         fitted = limits_of(forward, ContinuousBatchingConfig()).fitted(shapes, sets)
         left = max(room // 2, held.budget.card - held.sizes.total)
         assert left - block_bytes(shapes, sets) < (fitted.blocks + 1) * block_bytes(shapes, sets) <= left
+
+
+@torch.no_grad()
+def test_torch_compile_leaves_a_call_as_it_is():
+    model, call = flux(1)
+    wanted = call(model)
+    StreamedModel(model, torch.device("cpu"), lambda *given: None, Budget(within(model, 0.9)), alone=True)
+    assert torch.equal(call(torch.compile(model, backend="eager")), wanted)
+    model.compile(backend="eager")
+    assert torch.equal(call(model), wanted) and torch.equal(call(copy.deepcopy(model)), wanted)
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2, 3, 4), (3, 0, 0, 4, 1), (2, 4), ()])
