@@ -110,10 +110,10 @@ class Limits:
 
     def _no_memory(self, what: str, need: int, rooms: dict[torch.device, int]) -> torch.OutOfMemoryError:
         where = "the device" if len(rooms) == 1 else min(rooms, key=lambda one: rooms[one])
-        return torch.OutOfMemoryError(
-            f"no memory for {what}: {need / 2**20:.0f} MiB are the least, "
-            f"and {self.memory:.0%} of what is free on {where} is less"
-        )
+        free = f"and {self.memory:.0%} of what is free on {where} is less"
+        if self.most is not None:
+            free = f"{self.most / 2**20:.0f} are left of memory= beside the weights, {free}"
+        return torch.OutOfMemoryError(f"no memory for {what}: {need / 2**20:.0f} MiB are the least, {free}")
 
 
 def _slot_bytes(shapes: Sequence[LayerShape]) -> Counter[torch.device]:
