@@ -44,11 +44,11 @@ class StreamedCall(PartlyCopied, Permit):
         self.renew()
 
     def renew(self) -> None:
-        self.uncompiled = torch.compiler.disable(self.run)
+        self.uncompiled = torch.compiler.disable(type(self).run)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            return self.uncompiled(self.owner, args, kwargs)
+            return self.uncompiled(self, self.owner, args, kwargs)
         return self.run(sys._getframe(1).f_locals.get("self", self.owner), args, kwargs)
 
     def run(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:

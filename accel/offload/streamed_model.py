@@ -142,7 +142,7 @@ class StreamedModel(PlacedModel):
     def room(self) -> int:
         """Bytes for weights, beside what a call of the present size needs."""
         needs = max((one.nbytes for one in self.measured.values()), default=0)
-        return room_for_weights(self.budget.card - self._allocated(), needs)
+        return room_for_weights(self.budget.card - self._allocated() - self.beside(), needs)
 
     @property
     def unknown(self) -> bool:
