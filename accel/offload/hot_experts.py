@@ -77,6 +77,8 @@ class HotExperts:
     `ExpertTables`. memory: of the card, for `copies` experts of each layer.
     """
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def __init__(
         self,
         streamed: Any,
@@ -102,13 +104,12 @@ class HotExperts:
         if tables is None or tables.places.shape != sizes:  # of another model: no graph of before is replayed
             tables = streamed.tables = ExpertTables(*sizes, memory.device)
         self.tables = tables
-        with torch.inference_mode(False), torch.no_grad():
-            tables.begin()
-            self.rows = torch.tensor(rows, device=memory.device)
-            self.slots = tables.slots[:layers, :copies].zero_()
-            apart = torch.tensor(steps, device=memory.device)
-            self.home = tables.home.copy_(tables.everyone[:, None] * apart // PLACE_BYTES)
-            card = torch.zeros(layers, copies, len(steps), dtype=torch.int64, device="cpu")
+        tables.begin()
+        self.rows = torch.tensor(rows, device=memory.device)
+        self.slots = tables.slots[:layers, :copies].zero_()
+        apart = torch.tensor(steps, device=memory.device)
+        self.home = tables.home.copy_(tables.everyone[:, None] * apart // PLACE_BYTES)
+        card = torch.zeros(layers, copies, len(steps), dtype=torch.int64, device="cpu")
         self.places, self.spots, self.reads, self.heat = (
             [one[row] for row in rows] for one in (tables.places, tables.spots, tables.reads, tables.heat)
         )
@@ -133,10 +134,9 @@ class HotExperts:
                 at += copies * step
         for i, forward in enumerate(forwards):
             forward.held = LayerExperts(self, i)  # type: ignore[attr-defined]
-        with torch.inference_mode(False), torch.no_grad():
-            self.card = tables.card[:layers, :copies].copy_(card)
-            for i, bytes_ in enumerate(self.seen):
-                self.fill(i, pieces[i].bytes if bytes_ is None else bytes_)
+        self.card = tables.card[:layers, :copies].copy_(card)
+        for i, bytes_ in enumerate(self.seen):
+            self.fill(i, pieces[i].bytes if bytes_ is None else bytes_)
         self.calls = self.size = 0
         self.versions = self._versions()
 
