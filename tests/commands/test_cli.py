@@ -65,7 +65,7 @@ def test_verify_a_pipeline_with_a_transformer():
     assert quality["passed"] and set(quality["parts"]) == {"transformer", "vae.decoder", *encoders}
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 def test_verify_what_8_bits_lose():
     result = run_command("verify", TRANSFORMER_DIGITS, *CALL, "--json", "--weights", "int8", "--activations", "int8")
     assert result.exit_code == 0, result.output

@@ -69,7 +69,7 @@ def test_bench_tiny_writes_json(tmp_path):
     assert min(figures["ready"][key] for key in ("stock_first_call_s", "in_process_s")) > 0
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 def test_bench_with_activations_in_8_bits(tmp_path):
     given = ("--weights", "int8", "--activations", "int8", "--no-compile", "--seconds", "0.05")
     output, found = bench(tmp_path, "cpu-tiny-int8-activations-int8.json", "tiny", *given)

@@ -213,7 +213,7 @@ def test_what_does_not_fit_is_told_and_no_tokenizer_is_needed(tmp_path, without_
     assert not (tmp_path / "out" / "tokenizer.json").exists()
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 def test_layers_go_to_the_device_and_the_model_stays_on_the_cpu(tmp_path, text, monkeypatch):
     given = noted(
         monkeypatch, running, "quantize", lambda model, *args: (next(model.parameters()).device.type, args[-1])

@@ -63,7 +63,7 @@ PRINTED = {
 
 
 @pytest.mark.share(1)
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("name", PRINTED)
 def test_what_is_printed(name, run, tmp_path, request):
     patterns, file = PRINTED[name]
@@ -107,7 +107,7 @@ def test_image_to_image(run, tmp_path):
     assert three.read_bytes() != eight.read_bytes()
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 def test_controlnet(run):
     printed = run("controlnet.py")
     moved, apart = (float(re.search(rf"{words} ([\d.e+-]+)", printed)[1]) for words in ("image by", "same hint:"))
@@ -136,7 +136,7 @@ def test_chat(run):
     assert kept[1] >= read[0] and kept[2] >= read[1]  # a turn keeps at least all that the turn before had to read
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 def test_streaming(run):
     printed = run("streaming.py")
     assert printed.startswith("The carriage was at the door, and")
@@ -163,7 +163,7 @@ def test_quantize_and_save(run, tmp_path):
     assert (tmp_path / "tiny-lm-int4" / "tokenizer.json").is_file()
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 def test_load_quantized(run):
     run("quantize_and_save.py", "--scheme", "int8", "--out", "tiny-lm-int8")
     printed = run("load_quantized.py", "--model", "tiny-lm-int8")

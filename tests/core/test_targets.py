@@ -68,7 +68,7 @@ def same_state(before: list[dict], after: list[dict]) -> None:
 @pytest.mark.parametrize("name", TARGETS)
 @pytest.mark.share(4)
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 def test_what_holds_models(name, alone, calls, loops):
     count, make_target = TARGETS[name]
     (obj, call), (stock, _) = make_target(), make_target()

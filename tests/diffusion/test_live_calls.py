@@ -27,7 +27,7 @@ def pipeline(request):
 
 
 @pytest.mark.share(2)
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 def test_every_kind_of_call_after_every_other(pipeline, live, calls):
     """Without ACCEL_TEST_EVERYTHING=1 every third kind, of one pipeline."""
     kinds = calls.CALLS | (SDXL if hasattr(pipeline, "text_encoder_2") else {})
@@ -43,7 +43,7 @@ def test_every_kind_of_call_after_every_other(pipeline, live, calls):
 
 
 @pytest.mark.share(8)
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 def test_a_change_between_two_steps_is_seen_by_the_next(pipeline, between_steps, live, tmp_path):
     def adapter(p):
         live.lora("style")(p, tmp_path)

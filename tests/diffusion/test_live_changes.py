@@ -66,7 +66,7 @@ CASES = [
 
 
 @pytest.mark.share(18)
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 @pytest.mark.parametrize(("change", "pipeline", "end"), CASES)
 def test_stock_and_ours_agree_after_every_change(request, change, pipeline, end, live, tiny, tmp_path):
     pipe = request.getfixturevalue(pipeline)

@@ -34,7 +34,7 @@ def test_the_reader_reads_real_digits(digits):
     assert (read == labels).mean() > 0.97
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 def test_digits_can_be_read_from_both(pipeline, digits):
     steps = 20 if hasattr(pipeline, "unet") else 4
     stock = draw(pipeline, digits.PROMPTS, steps=steps)

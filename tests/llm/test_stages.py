@@ -172,7 +172,7 @@ def model(family: str, **depth):
     ids=str,
 )  # fmt: skip
 @pytest.mark.share(16)
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 def test_a_deep_model_needs_no_more_than_a_shallow_one(family, name, options, warmups):
     """A record of every layer, or room for keys and values in every layer while only one of a kind runs, is more."""
     peaks = []

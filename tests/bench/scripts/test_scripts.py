@@ -170,6 +170,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("interrupted", [False, True])
 def test_a_process_that_takes_too_long_is_told_to_end(tmp_path, monkeypatch, interrupted):
     """And not killed: torchrun ends its ranks then. Nor waited for, where the user or a limit of time ends this one."""

@@ -223,7 +223,7 @@ def test_leaves_that_are_stored_in_fewer_bits(pair):
 
 
 @flux
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 def test_compiled_blocks_are_stock_blocks(pair):
     pair.agree()
     pair.change(lambda m: m.compile_repeated_blocks(backend="eager"))

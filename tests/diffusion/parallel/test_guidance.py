@@ -74,7 +74,7 @@ def test_arguments_of_many_kinds_are_divided(ranks):
             assert off <= 2e-5 and rows == [batch // 2] * 2 and not told, name
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 def test_what_cannot_be_divided_runs_whole_and_is_told(ranks):
     reasons = {
         "rows that depend on each other": "its rows depend on each other",
@@ -162,7 +162,7 @@ def test_attention_that_writes_into_tensors_of_others_runs_stock(ranks):
             assert told and all("cannot be recorded: ranks write into tensors of each other" in one for one, _ in told)
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 def test_tiles_are_decoded_once_and_blended_as_stock_does(ranks):
     first, second = ranks.run(told_to.tiles)
     for found in (first, second):

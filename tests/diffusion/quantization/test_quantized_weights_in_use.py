@@ -147,7 +147,7 @@ def test_offloaded_before_it_is_left_alone_and_says_so(tiny, unet):
     ids=str,
 )
 @pytest.mark.share(12)
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 def test_digits_stay_the_same(chosen, told, pipe, digits, ten_digits, stock_digits):
     from diffusers.image_processor import VaeImageProcessor
 

@@ -91,7 +91,7 @@ def test_a_controlnet_pipeline_equals_the_oracle(pipe, live, tmp_path):
 
 
 @pytest.mark.share(15)
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 def test_equals_the_oracle_after_every_change(pipe, change, live, tmp_path):
     if change.cpu or change.name == "model-offload":
         pytest.skip(change.cpu or "from CPU to CPU, accelerate copies prompt and timestep at every step: all are whole")

@@ -95,7 +95,7 @@ def few_steps(monkeypatch):
     )
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 def test_a_quality_that_no_interval_keeps(pipe, monkeypatch, few_steps):
     monkeypatch.setattr(step_cache_budget, "SEEDS", (0,))  # either image is worse than that
     without = draw(accel.optimize(pipe))

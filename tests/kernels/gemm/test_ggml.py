@@ -79,6 +79,6 @@ for arch, some in ((80, ("Q5_1",)), (90, ("Q3_K", "Q5_K")), (100, ("IQ4_XS",))):
 """
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 def test_kernels_that_read_them_compile(tmp_path):
     assert min(map(int, in_a_process(COMPILE, tmp_path).split())) >= 1

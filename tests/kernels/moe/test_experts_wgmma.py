@@ -140,7 +140,7 @@ print("registers")
 """
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 def test_numbers_go_from_words_to_products_in_registers(tmp_path):
     assert in_a_process(CHECK, tmp_path, *["all"] * EVERYTHING).strip() == "registers"
 

@@ -131,7 +131,7 @@ def test_scans_and_layers_with_keys_beside_their_state(kind):
     assert not accel.report(model).fallbacks
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 def test_where_blocks_and_slots_run_out(hybrid):
     """Who came last waits, and is computed again. Kept states go where rows need slots, the oldest first."""
     model, stock = hybrid
@@ -184,7 +184,7 @@ def test_a_step_that_fails_half_way_is_as_if_it_had_not_been(hybrid, monkeypatch
     as_alone(stock, asked[:1])
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 def test_steps_in_time_that_are_held_between_limits_in_prompts_alone(pair):
     """Answers that are computed again are none; nor are what others find."""
     model, stock = pair("bamba", time_step_limit=(0.5, 0.8))

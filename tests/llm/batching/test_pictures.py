@@ -46,7 +46,7 @@ def asked(name: str, given: dict, new: int = NEW):
     ("name", "narrow"),
     [("qwen3-vl", True), ("gemma3", False), ("lfm2-vl", True), ("gemma4-shared", False), ("qwen2.5-omni", False)],
 )
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 def test_each_gets_what_it_gets_alone(name, narrow, monkeypatch):
     """narrow: blocks run out, so that a text with a picture is read again, with what it has of its answer."""
     model, stock, text, images = pair(name)

@@ -107,7 +107,7 @@ def layers_that_look_around(layer):
 
 
 @torch.no_grad()
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 def test_rounding_that_a_deep_model_amplifies_is_no_reason(monkeypatch):
     forward, layer, moved = forward_of(accel.optimize(model_of("llama", num_hidden_layers=14))), BoundLayer.__call__, []
 

@@ -195,7 +195,7 @@ SMALL = {
 
 
 @pytest.mark.share(1)
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 @pytest.mark.parametrize(
     ("error", "model"),
     [(error, "shallow") for error in ERRORS] + [(error, one) for error in ERRORS | SMALL for one in ("deep", "wide")],

@@ -43,7 +43,7 @@ def masks(rows: int = 2, length: int = 9) -> dict[str, torch.Tensor | None]:
 @pytest.mark.parametrize("mask", masks())
 @pytest.mark.parametrize("name", CORE)
 @pytest.mark.share(18)
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 def test_masks_of_one_call_and_of_the_next(name, mask, pair_of):
     """The mask grows by ones, as generate's does."""
     ids, mask = prompt(2, 9), masks()[mask]

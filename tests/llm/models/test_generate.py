@@ -56,7 +56,7 @@ def outcome(mode, model, ids, mask):
 
 @pytest.mark.parametrize(("name", "mode"), PRODUCT, ids=str)
 @pytest.mark.share(1)
-@pytest.mark.turns(3)
+@pytest.mark.turns(6)
 def test_mode(name, mode, pair_of):
     ours, stock = pair_of(name)
     inputs = padded(mode.lengths)

@@ -101,7 +101,7 @@ def test_a_cache_that_is_kept_stays_as_it_is(name, pair_of):
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mistral"])
 @pytest.mark.share(5)
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 def test_threads_that_generate_at_once(name, pair_of):
     """Each with its own prompts, batch sizes and ways; as without the others."""
     ours, stock = pair_of(name)

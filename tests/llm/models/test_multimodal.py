@@ -60,7 +60,7 @@ def tower(monkeypatch):
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.share(12)
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 def test_text_and_image(name, steps, tower):
     ours, stock, text, image = pair(name)
     sites = [site for site in accel.report(ours).sites if site[1] == "decoder layer"]
@@ -88,6 +88,7 @@ def test_text_and_image(name, steps, tower):
     assert torch.equal(*(model(**image).logits for model in (ours, stock)))
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("name", ["qwen2.5-vl", "paligemma", "gemma3"])
 def test_other_ways_of_writing_after_an_image(name):
     ours, stock, text, image = pair(name)
@@ -97,6 +98,7 @@ def test_other_ways_of_writing_after_an_image(name):
     same(written(ours, text), written(stock, text))  # nothing of the image is left
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize(("name", "turns"), [("qwen3-vl", 1), ("llava", 2), ("gemma3", 2), ("lfm2-vl", 2)])
 @pytest.mark.parametrize("hidden", [0, 2])
 @pytest.mark.share(2)
@@ -164,6 +166,7 @@ def by_hand(model, image: dict, positions: bool) -> list[torch.Tensor]:
     return found
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize(("name", "positions"), [("qwen2-vl", False), ("qwen2-vl", True), ("aya-vision", False)])
 def test_calls_by_hand(name, positions, steps):
     """A model that remembers how far an image moved its positions goes on from there. Sizes that a tower ignores are
@@ -201,6 +204,7 @@ def test_parts_of_positions_that_are_alike_are_one(monkeypatch):
     assert len(ran) == NEW
 
 
+@pytest.mark.turns(2)
 def test_what_generate_leaves_in_the_model_changes_nothing():
     """Layers stay bound to their weights, as graphs would stay captured."""
     ours, _, text, image = pair("qwen2-vl")

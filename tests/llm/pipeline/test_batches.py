@@ -202,7 +202,7 @@ def test_generate_batch(both):
 
 
 @pytest.mark.parametrize("options", [{}, {"kv_cache": "int8"}])
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 def test_draws_are_those_of_one_device(both, options):
     _, stock = both
     ours, one = accel.optimize(spread(copy.deepcopy(stock)), **options), accel.optimize(copy.deepcopy(stock), **options)

@@ -27,7 +27,7 @@ SCHEMES = ("int8", "int4-g32-asym", *HEADS)
 
 @pytest.mark.parametrize(("name", "weights"), list(product(FAMILIES, SCHEMES)) if EVERYTHING else SOME)
 @pytest.mark.share(1)
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 def test_restore_is_exact(name, weights, tiny):
     model, twin = make(name), make(name)
     ids, mask = padded((9, 9))

@@ -62,7 +62,7 @@ def test_each_request_gets_what_stock_gives_it_alone(name, ranks, saved_model):
         assert collectives["all_reduce"] >= 6 * stock.config.num_hidden_layers  # in every step, a layer's at least
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 def test_draws_chunks_and_pages_that_run_out_are_those_of_one_process(ranks, saved_model):
     """Answers are drawn, prompts read in pieces, requests wait for pages: all by decisions that ranks must share."""
     folder, stock = saved_model("llama")

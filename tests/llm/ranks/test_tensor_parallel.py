@@ -75,7 +75,7 @@ def rows(share: int, names: tuple, size: int = 2, divided: dict | None = None, o
         *rows(1, ("llama",), options={"kv_cache": "int8"}),
     ],
 )
-@pytest.mark.turns(3)
+@pytest.mark.turns(6)
 def test_ranks_write_the_tokens_of_one_process(name, size, divided, options, rank_pool, saved):
     model, folder, given = saved(name, **(WIDE if "weights" in options else {}))
     found = rank_pool(size).run(ranks.write, folder, [CALL], options, {"tp_size": size} | divided, given)
@@ -151,7 +151,7 @@ def test_the_first_rank_reports_for_all(found):
     assert first["nothing"] == second["nothing"] == one["nothing"]
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 def test_the_loop_that_runs_ahead_takes_as_many_steps_on_all_ranks(rank_pool, saved_model):
     """Steps that turn out to come after the end too, with a streamer on one rank alone."""
     folder, _ = saved_model("llama")
@@ -178,7 +178,7 @@ def faulty():
         process.kill()
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 def test_a_rank_that_dies_ends_the_others(faulty, saved_model):
     (first, second), code = faulty.outcomes(faults.in_generate, saved_model("llama")[0], "dies", (1,))
     assert code == faults.DEAD
@@ -218,7 +218,7 @@ def test_a_text_that_is_another_one_on_one_rank_is_not_let_out(ranks, saved_mode
 
 @pytest.mark.share(2)
 @pytest.mark.parametrize(("fault", "rank"), [("dies", 1), ("fails", 1), ("interrupted", 0), ("interrupted", 1)])
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 def test_batches_end_with_a_rank(fault, rank, faulty, saved_model):
     folder, stock = saved_model("llama")
     found = faulty.outcomes(faults.in_batches, folder, fault, rank)
@@ -238,7 +238,7 @@ def test_batches_end_with_a_rank(fault, rank, faulty, saved_model):
     assert faulty.exit_codes() == [faults.DEAD if (fault, one) == ("dies", rank) else 0 for one in (0, 1)]
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 def test_ranks_that_do_other_things_are_refused_by_name(faulty, saved_model):
     folder, stock = saved_model("llama")
     zero, one = faulty.outcomes(faults.apart, folder, saved_model("llama", seed=5, num_hidden_layers=1)[0])

@@ -74,6 +74,7 @@ def test_formulas_are_the_same_in_the_coarsest_precision(family):
     assert coarse == repr(specs(family.name))
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("family", FAST[EACH // 2 :: EACH], ids=str)
 @pytest.mark.share(6)
 def test_every_layer_is_reported_with_its_whole_model(family, pair_of):

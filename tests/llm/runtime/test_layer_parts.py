@@ -56,7 +56,7 @@ TABLE = [(family, change) for family in FAMILIES if family.expected != "stock" f
 
 @pytest.mark.parametrize(("family", "change"), TABLE, ids=str)
 @pytest.mark.share(80)
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 def test_a_changed_module_inside_a_layer_is_noticed(family, change):
     go_through(family, change)
 

@@ -73,7 +73,7 @@ def expect(found: list[dict], model) -> None:
 
 
 @pytest.mark.parametrize(("name", "ranks"), [*((name, 2) for name in TWO), *((name, 4) for name in FOUR)])
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 def test_ranks_get_what_transformers_gives_them(name, ranks, rank_pool, divided):
     model, whole, parts = divided(name, ranks)
     assert rank_pool(ranks).run(shards.differing, str(whole), str(parts), ranks) == [[]] * ranks
