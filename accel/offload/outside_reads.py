@@ -82,4 +82,4 @@ class OutsideReads(TorchFunctionMode):
         model = self.streamed.model
         *blocks, (_, rest) = pieces(model, self.apart)
         sizes = WeightSizes(rest.nbytes, tuple(layout.nbytes for _, layout in blocks))
-        check_fits(sizes, self.streamed.budget, type(model).__name__)
+        check_fits(sizes, self.streamed.budget, type(model).__name__, self.streamed.beside())

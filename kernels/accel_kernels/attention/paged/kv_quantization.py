@@ -25,7 +25,7 @@ def rounded(t: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Te
     codes = wide * (most / top).masked_fill(small, 0.0).unsqueeze(-1)
     if dtype == torch.int8:
         below = codes.floor()
-        codes = below.add_(codes.sub_(below) >= 0.5)  # in place: many of these bytes are read and written
+        codes = below.add_(codes.sub_(below) >= 0.5)  # in place: each pass over these takes time
     return codes.to(dtype), scales
 
 
