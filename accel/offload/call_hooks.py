@@ -53,13 +53,18 @@ class StreamedCall(PartlyCopied, Permit):
 
     def run(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
         """module: that is called; shallow copies hold this too."""
-        self.refuses()  # waits while the model is changed
         stock = getattr(type(module), GATE)
         if self.streamed.caller == threading.get_ident():
             return stock(module, *args, **kwargs)
-        held = self.streamed
-        with held.one_call(self.path, (args, kwargs)), _noting_reads(held), _refusing_gradients(held):
+        with self.begun(elements((args, kwargs))):
             return stock(module, *args, **kwargs)
+
+    @contextmanager
+    def begun(self, size: int | None) -> Iterator[None]:
+        self.refuses()  # waits while the model is changed
+        held = self.streamed
+        with held.one_call(self.path, size), _noting_reads(held), _refusing_gradients(held):
+            yield
 
 
 def hook_model(streamed: Any) -> None:
@@ -134,6 +139,14 @@ def streamed_model(module: nn.Module) -> Any:
     """That of a model whose weights come as they are called, or of a part of it around such."""
     found = vars(module).get(GATE)
     return found.streamed if type(found) is StreamedCall else None
+
+
+def one_call(module: nn.Module, size: int | None) -> AbstractContextManager:
+    """Inside, forwards of the module, and of its parts, are a call of it: weights that stream come. size: elements of
+    what is computed; None where weights are only looked at, in the places where calls find them.
+    """
+    found = vars(module).get(GATE)
+    return found.begun(size) if type(found) is StreamedCall else nullcontext()
 
 
 @contextmanager

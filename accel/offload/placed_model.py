@@ -155,6 +155,12 @@ class PlacedModel(PartlyCopied):
         pieces = chain(kept, *(one.pieces for one in others), filter(None, (one.packed for one in others)))
         return max(0, self.budget.host - sum({id(one.host): one.host.pinned_bytes for one in pieces}.values()))
 
+    def _allocated(self) -> int:
+        return torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
+
+    def _peak(self) -> int:
+        return torch.cuda.max_memory_reserved(self.device) if self.device.type == "cuda" else 0
+
     def _reserve(self, nbytes: int) -> Addresses:
         return Addresses(self.device, nbytes)
 

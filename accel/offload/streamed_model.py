@@ -15,7 +15,7 @@ from torch import nn
 from accel.libraries.adapters import unmerge_disabled
 from accel.offload.blocks import brought_by_another, check_whole, experts_in, pieces, still_placed
 from accel.offload.budget import BUFFERS, Budget, Measured, WeightSizes, check_fits, room_for_weights, streamed_blocks
-from accel.offload.call_hooks import calls_checked, elements, hook_blocks, hook_model, streamed_model, unhook
+from accel.offload.call_hooks import calls_checked, hook_blocks, hook_model, streamed_model, unhook
 from accel.offload.hot_experts import ExpertTables, HotExperts, stacks_in
 from accel.offload.layout import CPU, as_ordinary, unmovable, weights_in
 from accel.offload.memory import PAGE, HostBuffer
@@ -67,6 +67,7 @@ class StreamedModel(PlacedModel):
         self.done: torch.cuda.Event | None = None  # the last call, on whatever stream
         self.lock, self.caller = threading.Lock(), 0  # the thread that is in a call
         self.size, self.part = 0, ""  # of the call under way: of what it is given, and the path of what was called
+        self.looks = False  # it only looks at weights
 
     def enter(self, here: torch.device = CPU) -> bool:
         """From the CPU to the GPU; where that cannot be, nothing is done, and False returned: as a whole it fits."""
@@ -228,20 +229,16 @@ class StreamedModel(PlacedModel):
         self.arena = self.ring = None
         self._unmap()
 
-    def _allocated(self) -> int:
-        return torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
-
-    def _peak(self) -> int:
-        return torch.cuda.max_memory_reserved(self.device) if self.device.type == "cuda" else 0
-
     @contextmanager
-    def one_call(self, part: str = "", given: tuple = ()) -> Iterator[None]:
-        """Inside, calls of this thread are steps of one, of what has this path."""
+    def one_call(self, part: str = "", size: int | None = 0) -> Iterator[None]:
+        """Inside, calls of this thread are steps of one, of what has this path. size: of what it is given, or None, see
+        `call_hooks.one_call`.
+        """
         if self.caller == threading.get_ident():
             yield
             return
         try:
-            self._begin_call(part, given)
+            self._begin_call(part, size)
             yield
         except torch.OutOfMemoryError as error:
             told = self.budget.too_little(type(self.model).__name__, self.on_card, "more than is left")
@@ -264,14 +261,15 @@ class StreamedModel(PlacedModel):
         """Whether no weights move from one call to the next."""
         return self.arena is not None and all(one.placement is not WeightPlacement.RING for one in self.pieces)
 
-    def _begin_call(self, part: str, given: tuple) -> None:
+    def _begin_call(self, part: str, size: int | None) -> None:
         self.lock.acquire()
-        self.caller, self.part, self.size = threading.get_ident(), part, elements(given)
+        self.caller, self.part, self.size, self.looks = threading.get_ident(), part, size or 0, size is None
         unmerge_disabled(self.model, self.leave)  # a call would change the copy of a weight that came for it
         if self.arena is not None and not where_left(self.pieces, weights_in(self.model)):
             self.leave()  # somebody has moved or exchanged weights
         if self.arena is not None:
-            self._place()
+            if not self.looks:
+                self._place()
             self._begin()
         elif self.alone and not brought_by_another(self.model):
             self.enter()
@@ -283,9 +281,9 @@ class StreamedModel(PlacedModel):
                 piece.go(WeightPlacement.CARD, WeightPlacement.HOST)
         if self.done is not None:
             torch.cuda.current_stream(self.device).wait_event(self.done)
-        if self.hot is not None:
+        if self.hot is not None and not self.looks:
             self.hot.begin_call(self.size)
-        if self.unknown and (self.measuring is not None or MEASURING.acquire(blocking=False)):
+        if self.unknown and not self.looks and (self.measuring is not None or MEASURING.acquire(blocking=False)):
             self.measuring, self.seen = (self.size, self._allocated(), calls_checked()), []
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()  # the allocator keeps more than what is asked for, and that counts

@@ -18,6 +18,7 @@ from accel.llm.kv_cache.block_allocator import BlockAllocator
 from accel.llm.kv_cache.paged_kv_cache import PagedKVCache
 from accel.llm.kv_cache.shape import BLOCK
 from accel.llm.pipeline.stretch import StretchGraphs
+from accel.offload.call_hooks import one_call, streamed_model
 
 # Steps between two checks whether the model has changed, while requests run: a check takes the host as long as a step.
 # The first step after a pause, and after all requests have ended, is preceded by one too.
@@ -48,7 +49,8 @@ class Engine:
         self.scheduler = Scheduler(self.allocator, self.rows, limits, self.micro_batches.count, apart)
         self.steps = step_runner(forward, self.kv_cache, self.sampler, limits.rows, runner, self.micro_batches)
         self.launched: deque[LaunchedStep] = deque()  # the oldest first; one a micro-batch, and one more at times
-        self.weights = self._weights()  # with which the stored keys and values were computed
+        with one_call(forward.module, None):
+            self.weights = self._weights()  # with which the stored keys and values were computed
         self._unchecked = CHECK_EVERY  # steps since the model was checked
         self._updates: dict[Request, None] = {}  # requests that a step tells of, in the order of the updates
 
@@ -181,9 +183,10 @@ class Engine:
 
     def changed(self) -> bool:
         """Whether the weights have changed since the last check: new requests must not find what was stored."""
-        with contextlib.suppress(Unfit):  # which the step will raise
-            self.forward.ready()
-        before, self.weights = self.weights, self._weights()
+        with one_call(self.forward.module, None):
+            with contextlib.suppress(Unfit):  # which the step will raise
+                self.forward.ready()
+            before, self.weights = self.weights, self._weights()
         return before is not None and before != self.weights
 
     def survey(self) -> tuple[str, bool]:
@@ -285,6 +288,8 @@ class Engine:
         """Gives the memory back; the engine cannot be used any more."""
         self.launched.clear()
         self.micro_batches.join()
+        if (placed := streamed_model(self.forward.module)) is not None:
+            placed.due = True  # weights may have the room of keys and values
         del self.kv_cache, self.steps, self.sampler
 
 
@@ -294,7 +299,8 @@ def unfit_reason(forward: DecoderForward) -> str | None:
     if reason is not None:
         return reason
     try:
-        forward.ready()
+        with one_call(forward.module, None):
+            forward.ready()
     except Unfit as error:
         return str(error)
     return None

@@ -16,7 +16,7 @@ from accel.errors import Refused, Unfit
 from accel.libraries.adapters import BASE_ROW
 from accel.libraries.batching import CACHED, INIT, logger, steady_tokens
 from accel.llm.batching.engine import Engine, unfit_reason
-from accel.llm.batching.limits import limits_of, sets_of
+from accel.llm.batching.limits import limits_of, sets_of, within_budget
 from accel.llm.batching.manager import BatchManager
 from accel.llm.batching.ranks import CALL, AllRanks, OneRank
 from accel.llm.batching.request import BY_PROMPT, prompt_of
@@ -85,7 +85,8 @@ class InitContinuousBatching(MethodHook):
     def _stock_manager(self, reason: str | None, args: tuple, kwargs: dict) -> ContinuousBatchingManager:
         if BY_PROMPT.get() is not None:
             raise Refused(f"{REFUSED}: {reason}")
-        return self.stock(*args, **kwargs)
+        given = self.arguments(args, kwargs)
+        return self.stock(**given | within_budget(self.forward, **given))
 
     def refused(self) -> str | None:
         """Why stock is to batch the model as it is now. Tried anew where the model has changed."""

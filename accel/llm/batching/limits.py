@@ -1,5 +1,6 @@
 """What continuous batching may use of a device: requests at a time, tokens a step, memory for what layers keep."""
 
+import copy
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -157,6 +158,26 @@ def limits_of(forward: DecoderForward, config: ContinuousBatchingConfig, hints: 
         logprobs=config.return_logprobs,
         most=None if placed is None else placed.sizes.beside(placed.room()),
     )
+
+
+def within_budget(
+    forward: DecoderForward,
+    generation_config: Any = None,
+    continuous_batching_config: ContinuousBatchingConfig | None = None,
+    **others: Any,
+) -> dict[str, ContinuousBatchingConfig]:
+    """What stock's own batching is given otherwise where the model has a budget: a share of the free memory that leaves
+    room for the weights, and no graphs, which would read those that stream where they no longer are.
+    """
+    placed = streamed_model(forward.module)
+    if placed is None:
+        return {}
+    given = continuous_batching_config or getattr(generation_config, "continuous_batching_config", None)
+    config = copy.copy(given) if isinstance(given, ContinuousBatchingConfig) else ContinuousBatchingConfig()
+    share = placed.sizes.beside(placed.room()) / max(1, free_bytes(forward.embeddings().device))
+    config.max_memory_percent = min(config.max_memory_percent or Limits.memory, share)
+    config.use_cuda_graph = False
+    return {"continuous_batching_config": config}
 
 
 def sets_of(forward: DecoderForward) -> tuple[LayerSet, ...]:

@@ -25,7 +25,7 @@ from accel.llm.generation.decoder import DecoderForward
 from accel.llm.generation.layer_inputs import read_whole
 from accel.llm.kv_cache.paged_kv_cache import PagedKVCache
 from accel.llm.parts.step import Step
-from accel.offload.call_hooks import streamed_model
+from accel.offload.call_hooks import one_call, streamed_model
 
 # Sequences of one token that a graph is made for: as many as asked for are filled up to the next. Up to 64 rows a
 # product takes about as long as its weight is read; beyond that no more than a quarter of the rows is computed in vain.
@@ -126,16 +126,17 @@ class StepRunner:
         self, plan: StepPlan, tokens_of: Callable[[int], list[int]], logprobs: bool, check: bool = True
     ) -> LaunchedStep:
         """Runs a step. tokens_of: all tokens of a row, for processors. check: replays only for the captured model."""
-        placed = streamed_model(self.forward.module)
-        moves = plan.whole is not None or bool(getattr(placed, "streamed", ()))  # each step is a call, with its events
-        filled = None if self.runner is None or moves else self._filled(plan)
-        size = StepSize.exact(plan) if filled is None else filled
-        inputs = self._inputs(plan, size)
-        if plan.whole is not None:
-            logits = self._read_whole(plan.whole, inputs, size)[0]
-        else:
-            logits = self._logits(inputs, size, by_graph=filled is not None, check=check or placed is not None)[0]
-        return self._draw(plan, logits, inputs, tokens_of, logprobs)
+        with one_call(self.forward.module, len(plan.tokens)):
+            placed = streamed_model(self.forward.module)
+            moves = plan.whole is not None or bool(getattr(placed, "streamed", ()))  # it has events of its own
+            filled = None if self.runner is None or moves else self._filled(plan)
+            size = StepSize.exact(plan) if filled is None else filled
+            inputs = self._inputs(plan, size)
+            if plan.whole is not None:
+                logits = self._read_whole(plan.whole, inputs, size)[0]
+            else:
+                logits = self._logits(inputs, size, by_graph=filled is not None, check=check or placed is not None)[0]
+            return self._draw(plan, logits, inputs, tokens_of, logprobs)
 
     def _filled(self, plan: StepPlan) -> StepSize | None:
         """What there is a graph for, if there is one."""
@@ -144,7 +145,8 @@ class StepRunner:
     def logits(self, plan: StepPlan) -> torch.Tensor:
         """Of the last token of each sequence of plan.sources, (n, vocabulary), computed without a graph."""
         size = StepSize.exact(plan)
-        return self._logits(self._inputs(plan, size), size, by_graph=False, check=True)[0]
+        with one_call(self.forward.module, size.tokens):
+            return self._logits(self._inputs(plan, size), size, by_graph=False, check=True)[0]
 
     def _inputs(self, plan: StepPlan, size: StepSize) -> "StepInputs":
         return StepInputs(plan, size, self.rows, bool(self.kv_cache.by_states))

@@ -21,6 +21,7 @@ from accel.llm.kv_cache.shape import BLOCK
 from accel.llm.pipeline.forward import SpreadForward
 from accel.llm.recording.inputs import example_ids, within_positions
 from accel.llm.recording.resting import resting
+from accel.offload.call_hooks import one_call
 from accel.tolerances import SHARED_EXPERTS, bound
 
 # (new tokens of the first sequence, of the second) of each step: prompts together, one in two parts beside a step of
@@ -121,7 +122,8 @@ def _alone(ids: torch.Tensor, lengths: np.ndarray, run: Callable[[torch.Tensor],
 
 def _fused_logits(forward: DecoderForward, tokens: torch.Tensor) -> torch.Tensor:
     positions = torch.arange(tokens.shape[1], device=tokens.device)[None] if "position_ids" in forward.names else None
-    return forward.run(forward.adopt(DynamicCache()), tokens, positions, None, 0)
+    with one_call(forward.module, tokens.numel()):
+        return forward.run(forward.adopt(DynamicCache()), tokens, positions, None, 0)
 
 
 def _stock_logits(forward: DecoderForward, tokens: torch.Tensor) -> torch.Tensor:

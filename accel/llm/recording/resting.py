@@ -14,11 +14,13 @@ from accel.in_flight import alone
 from accel.libraries.tensor_parallel import pipeline_stage
 from accel.llm.pipeline.device_hooks import other_hook
 from accel.llm.recording.record import NotUnderstood
+from accel.offload.call_hooks import BlockHook, StreamedCall
 from accel.patching.rule import set_data
 from accel.patching.structure import foreign_hooks, placement
 from accel.quantization.experts import holds_numbers
 
 WRITES = "its forward writes into its weights"
+STREAMING = (StreamedCall, BlockHook)
 READS = ("__int__", "__index__", "__invert__")
 
 
@@ -124,6 +126,9 @@ def _copied(buffer: torch.Tensor | None, module: nn.Module) -> tuple:
 
 
 def _put_back(now: dict, before: dict) -> None:
+    """But for what tells of calls to weights that stream, which may have been placed anew meanwhile."""
+    kept = {name: value for name, value in now.items() if type(value) in STREAMING}
+    before = {name: value for name, value in before.items() if type(value) not in STREAMING} | kept
     if len(now) == len(before) and all(map(is_, now, before)) and all(map(is_, now.values(), before.values())):
         return
     for name in now.keys() - before.keys():

@@ -4,11 +4,15 @@ import copy
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 import accel
+from accel.bench.memory import release
 from accel.llm.generation.trial_warmup import WIDE
 from accel.llm.kv_cache.shape import BLOCK
+from accel.offload.blocks import sizes_of
+from accel.offload.budget import SLACK
+from accel.offload.call_hooks import streamed_model
 from support.device_memory import allocated
 from support.llm.families import make, prompt
 from support.llm.outputs import generate
@@ -17,6 +21,7 @@ pytestmark = pytest.mark.usefixtures("exact")
 
 SIZES = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 8, "num_key_value_heads": 2}
 LAYERS = 12
+CARD = torch.device("cuda", 0)
 
 
 @pytest.fixture
@@ -107,3 +112,47 @@ def test_a_deep_model_is_optimized_in_the_memory_of_a_shallow_one(options):
         del model
     one_layer = max(WIDE) * BLOCK * 2 * KV_HEADS * DIM * torch.bfloat16.itemsize
     assert peaks[DEEP] - peaks[SHALLOW] < one_layer, peaks
+
+
+EXPERTS = {"num_experts": 16, "moe_intermediate_size": 2048, "hidden_size": 1024, "num_hidden_layers": 6}
+BATCHES = {  # a model, what is stored of its weights, the share of its blocks that streams, MiB for calls
+    "on the card": ("llama", SIZES, None, 0.0, 512),
+    "streaming": ("llama", SIZES, None, 0.6, 128),
+    "streaming int4": ("llama", SIZES, "int4", 0.9, 96),
+    "hot experts": ("qwen3-moe", EXPERTS, "int4", 0.5, 96),
+}
+
+
+@pytest.mark.parametrize("row", BATCHES)
+def test_a_batch_of_requests_keeps_its_budget(row):
+    """Keys and values of the requests too: their answers are those without a budget, and torch's allocator never has
+    more than it allows.
+    """
+    kind, sizes, weights, share, room = BATCHES[row]
+    model = make(kind, torch.float32, **{"num_hidden_layers": LAYERS, "max_position_embeddings": 512} | sizes)
+    prompts = [prompt(1, length, length)[0].tolist() for length in (90, 1, 17, 64, 200, 40, 5, 33)]
+    config = GenerationConfig(max_new_tokens=24, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    twin = accel.optimize(copy.deepcopy(model).cuda(), weights=weights)
+    wanted = [one.generated_tokens for one in twin.generate_batch(prompts, generation_config=config).values()]
+    held = sizes_of(twin)
+    accel.restore(twin)
+    del twin
+    release(CARD)
+    before, total = torch.cuda.memory_reserved(), torch.cuda.get_device_properties(CARD).total_memory
+    cap = before + held.total - int(share * sum(held.blocks)) + 2 * max(held.blocks) + SLACK + room * 2**20
+    torch.cuda.set_per_process_memory_fraction(cap / total)
+    torch.cuda.reset_peak_memory_stats()
+    try:
+        accel.optimize(model, memory=cap, weights=weights)
+        for _ in range(2):
+            found = model.generate_batch(prompts, generation_config=config)
+            assert {one.error for one in found.values()} == {None}
+            got = [one.generated_tokens for one in found.values()]
+            assert got == wanted, [i for i, pair in enumerate(zip(got, wanted, strict=True)) if pair[0] != pair[1]]
+        peak = torch.cuda.max_memory_reserved()
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    report, streamed = accel.report(model), streamed_model(model)
+    print(f"{row}: peak {peak / 2**20:.0f} MiB of {cap / 2**20:.0f}, {before / 2**20:.0f} before, {held.total} weights")
+    assert peak <= cap and report.batching and not report.fallbacks, report
+    assert bool(streamed and streamed.streamed) == (share > 0)

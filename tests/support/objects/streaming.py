@@ -1,6 +1,7 @@
 """Models whose weights stream, with a piece of the host's memory in the place of a GPU's."""
 
 import gc
+import threading
 import weakref
 
 import torch
@@ -17,7 +18,10 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from accel.offload import budget, hooks, placed_model, streamed_model
+from accel.encoders import encoder
+from accel.libraries.hooks import why_elsewhere
+from accel.llm.generation import decoder
+from accel.offload import budget, call_hooks, hooks, placed_model, streamed_model
 from accel.offload.blocks import sizes_of
 from accel.offload.memory import HostBuffer
 from accel.offload.placed_model import PlacedModel
@@ -49,6 +53,14 @@ def emulate(monkeypatch):
         gc.collect()
         return len(living)
 
+    def elsewhere(module):
+        """Outside of calls the weights that stream are on the CPU, where a forward of another thread does not look."""
+        held, here = call_hooks.streamed_model(module), threading.get_ident()
+        apart = held is not None and not held.still and held.caller != here
+        return "weights on several devices, or not loaded" if apart else why_elsewhere(module)
+
+    monkeypatch.setattr(decoder, "why_elsewhere", elsewhere)
+    monkeypatch.setattr(encoder, "why_elsewhere", elsewhere)
     monkeypatch.setattr(PlacedModel, "_reserve", reserved)
     monkeypatch.setattr(HostBuffer, "__init__", counted)
     monkeypatch.setattr(HostBuffer, "pin", lambda self, most=None, empty=False: None)

@@ -1,0 +1,103 @@
+"""generate_batch of models with `memory=`: each step is a call that weights come to, beside what requests keep."""
+
+import copy
+import weakref
+
+import pytest
+import torch
+from transformers import ContinuousBatchingConfig, GenerationConfig
+
+import accel
+from accel.llm.batching import engine, limits
+from accel.llm.kv_cache.paged_kv_cache import PagedKVCache
+from accel.offload.blocks import sizes_of
+from accel.offload.call_hooks import BlockHook, streamed_model
+from accel.offload.streamed_model import StreamedModel
+from support.llm.families import make, prompt
+
+EXPERTS = {"num_experts": 16, "moe_intermediate_size": 64}
+ROWS = {  # a model, what is stored of its weights, MB of the budget beside the least
+    "on the card": ("llama", {}, None, 3.5),
+    "streaming": ("llama", {}, None, 0.9),
+    "streaming int4": ("llama", {"intermediate_size": 512, "num_key_value_heads": 1}, "int4-g32", 0.5),
+    "hot experts": ("qwen3-moe", EXPERTS, "int4-g32", 1.0),
+    "states": ("lfm2", {"num_hidden_layers": 4}, None, 0.4),
+}
+NEW = GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=-1, pad_token_id=0)
+
+
+@pytest.fixture
+def made(streaming, monkeypatch):
+    """Gives a model with a budget, its stock, what it holds of weights, and a function of the bytes of keys and values,
+    which count as memory of the card.
+    """
+    pools = weakref.WeakSet()
+
+    class Counted(PagedKVCache):
+        def __init__(self, *given):
+            super().__init__(*given)
+            pools.add(self)
+
+    monkeypatch.setattr(engine, "PagedKVCache", Counted)
+    monkeypatch.setattr(limits, "CPU_BYTES", 2**40)
+    monkeypatch.setattr(StreamedModel, "_allocated", lambda self: sum(one.bytes for one in pools))
+
+    def build(row):
+        kind, sizes, weights, beside = ROWS[row]
+        model = make(kind, **{"num_hidden_layers": 8} | sizes)
+        stock = copy.deepcopy(model)
+        if weights is not None:  # the same numbers
+            stock = accel.optimize(stock, weights=weights)
+        least = sizes_of(accel.optimize(copy.deepcopy(model), weights=weights)).least()
+        accel.optimize(model, weights=weights, memory=least + int(beside * 2**20))
+        return model, stock, streamed_model(model), lambda: sum(one.bytes for one in pools)
+
+    return build
+
+
+@pytest.mark.parametrize("row", ROWS)
+@torch.no_grad()
+def test_answers_are_those_without_a_budget(row, made, monkeypatch):
+    model, stock, held, stored = made(row)
+    prompts = [prompt(1, length, length)[0].tolist() for length in (19, 1, 33, 7)]
+    wanted = [stock.generate(torch.tensor([one]), generation_config=NEW)[0, len(one) :].tolist() for one in prompts]
+    seen, placed = [], held._bring
+    monkeypatch.setattr(held, "_bring", lambda *given: (placed(*given), seen.append((stored(), held.on_card, *given))))
+    for _ in range(2):
+        found = list(model.generate_batch(prompts, generation_config=NEW).values())
+        assert [(one.error, one.generated_tokens) for one in found] == [(None, one) for one in wanted]
+        assert stored() == 0 and held.due  # what was theirs is for weights
+    report = accel.report(model)
+    assert report.batching and not report.fallbacks, report
+    assert all(pool + on_card <= held.budget.card for pool, on_card, *_ in seen), seen
+    assert bool(held.streamed) == (row != "on the card") and bool(held.copies) == (row == "hot experts")
+    hooks = [one for module in model.modules() for one in module._forward_hooks.values() if type(one) is BlockHook]
+    assert len(hooks) == (len(held.order) if held.streamed and not held.stacks else 0)
+    model.generate(torch.tensor(prompts[:1]), generation_config=NEW)
+    assert not held.due and held.on_card <= held.budget.card
+
+
+@torch.no_grad()
+def test_stock_keeps_within_the_budget_too(made, monkeypatch):
+    """Where a model cannot be batched; its own share would be of all that is free."""
+    model, stock, held, _ = made("streaming")
+    given, stock_call = [], type(model).init_continuous_batching
+    hook = vars(model)["init_continuous_batching"]
+    monkeypatch.setattr(hook, "refused", lambda: "the reason")
+
+    def noted(self, generation_config=None, continuous_batching_config=None, **others):
+        given.append(continuous_batching_config)
+        return stock_call(self, generation_config, continuous_batching_config, **others)
+
+    monkeypatch.setattr(type(model), "init_continuous_batching", noted)
+    asked = ContinuousBatchingConfig(max_memory_percent=0.5)
+    for config in (None, asked):
+        model.init_continuous_batching(NEW, config)
+    room = held.sizes.beside(held.room())
+    assert 0 < room < held.budget.card
+    for config in given:
+        assert config.max_memory_percent == room / 2**40 and config.use_cuda_graph is False
+    assert asked.max_memory_percent == 0.5 and asked.use_cuda_graph is None
+    assert "generate_batch: the reason" in str(accel.report(model).fallbacks)
+    stock.init_continuous_batching(NEW, asked)
+    assert given[-1] is asked
