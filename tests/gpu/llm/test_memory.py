@@ -12,7 +12,7 @@ from accel.llm.generation.trial_warmup import WIDE
 from accel.llm.kv_cache.shape import BLOCK
 from accel.offload.blocks import sizes_of
 from accel.offload.budget import SLACK
-from accel.offload.call_hooks import streamed_model
+from accel.offload.call_hooks import calls_checked, streamed_model
 from support.device_memory import allocated
 from support.llm.families import make, prompt
 from support.llm.outputs import generate
@@ -75,7 +75,11 @@ def test_layers_go_to_the_gpu_one_by_one_to_be_quantized(scheme, method):
     for device in (None, "cuda"):
         start = allocated()
         torch.cuda.reset_peak_memory_stats()
+        checked = calls_checked()
         model = accel.quantize(copy.deepcopy(stock), scheme, data, method=method, device=device)
+        if calls_checked() > checked:  # once, with references, which take memory
+            torch.cuda.reset_peak_memory_stats()
+            model = accel.quantize(copy.deepcopy(stock), scheme, data, method=method, device=device)
         peak = (torch.cuda.max_memory_allocated() - start) / layer
         print(f"{scheme} by {method}, {device or 'cpu'}: {peak:.1f} layers of {layer / 2**20:.1f} MiB at most")
         assert all(tensor.device.type == "cpu" for tensor in (*model.parameters(), *model.buffers()))
@@ -118,8 +122,7 @@ EXPERTS = {"num_experts": 16, "moe_intermediate_size": 2048, "hidden_size": 1024
 BATCHES = {  # a model, what is stored of its weights, the share of its blocks that streams, MiB for calls
     "on the card": ("llama", SIZES, None, 0.0, 512),
     "streaming": ("llama", SIZES, None, 0.6, 128),
-    "streaming int4": ("llama", SIZES, "int4", 0.9, 96),
-    "hot experts": ("qwen3-moe", EXPERTS, "int4", 0.5, 96),
+    "hot experts": ("qwen3-moe", EXPERTS, "int4", 0.5, 96),  # which stay in float32
 }
 
 
@@ -128,11 +131,13 @@ def test_a_batch_of_requests_keeps_its_budget(row):
     """Keys and values of the requests too: their answers are those without a budget, and torch's allocator never has
     more than it allows.
     """
-    kind, sizes, weights, share, room = BATCHES[row]
+    kind, sizes, scheme, share, room = BATCHES[row]
     model = make(kind, torch.float32, **{"num_hidden_layers": LAYERS, "max_position_embeddings": 512} | sizes)
+    if scheme is not None:
+        model = accel.quantize(model, scheme, device="cuda")
     prompts = [prompt(1, length, length)[0].tolist() for length in (90, 1, 17, 64, 200, 40, 5, 33)]
     config = GenerationConfig(max_new_tokens=24, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    twin = accel.optimize(copy.deepcopy(model).cuda(), weights=weights)
+    twin = accel.optimize(copy.deepcopy(model).cuda())
     wanted = [one.generated_tokens for one in twin.generate_batch(prompts, generation_config=config).values()]
     held = sizes_of(twin)
     accel.restore(twin)
@@ -143,7 +148,7 @@ def test_a_batch_of_requests_keeps_its_budget(row):
     torch.cuda.set_per_process_memory_fraction(cap / total)
     torch.cuda.reset_peak_memory_stats()
     try:
-        accel.optimize(model, memory=cap, weights=weights)
+        accel.optimize(model, memory=cap)
         for _ in range(2):
             found = model.generate_batch(prompts, generation_config=config)
             assert {one.error for one in found.values()} == {None}
