@@ -11,6 +11,7 @@ from accel.errors import Refused
 BUFFERS = 2  # of the ring: one is read while the other is filled
 MARGIN = 1.15  # of the memory that a call was seen to need: a graph keeps it in other pieces
 ROOM_FOR_CALLS = 0.75  # of the budget, that weights may take which are on the card as a whole
+FAR = 4  # times; a step in which a GB streams takes some five times as long as one without
 SLACK = 256 * 2**20  # bytes: workspaces of libraries, kernels that are loaded on the way
 
 
@@ -70,9 +71,12 @@ class WeightSizes(NamedTuple):
         each = self.moved(streamed) // max(1, self.experts)
         return max(0, min(self.experts, (room - self.on_card(streamed)) // each)) if self.experts and each else 0
 
-    def beside(self, room: int) -> int:
-        """Of these bytes, for what is kept from call to call: what all leave, or half of what need not be weights'."""
-        return max(0, room - self.total, (room - self.least()) // 2)
+    def beside(self, room: int, wanted: int = 0) -> int:
+        """Of these bytes, for what is kept from call to call: what all weights leave, or half of what need not be
+        theirs if that is far more: so many more requests outweigh that blocks stream. wanted: bytes of one request.
+        """
+        left, half = room - self.total, (room - self.least()) // 2
+        return max(0, left if left >= wanted and FAR * left >= half else max(left, half))
 
     def moved(self, streamed: Sequence[int]) -> int:
         """Bytes that come to the card in each call."""

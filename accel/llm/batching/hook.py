@@ -26,6 +26,7 @@ from accel.llm.batching.trial import refusal
 from accel.llm.generation.decoder import DecoderForward
 from accel.llm.generation.loop.hooks import MethodHook
 from accel.llm.pipeline.stretch import StretchGraphs
+from accel.offload.call_hooks import streamed_model
 from accel.parallel.agreement import require_agreement
 from accel.parallel.lockstep import Lockstep
 from accel.patching.rule import Context, Patch, StayingPatch
@@ -92,10 +93,15 @@ class InitContinuousBatching(MethodHook):
         """Why stock is to batch the model as it is now. Tried anew where the model has changed."""
         with torch.autocast("cuda", enabled=False), torch.autocast("cpu", enabled=False):  # as on the thread of steps
             reason = unfit_reason(self.forward)
-            if reason is None and self.tried[0]() is not self.forward.seen:
+            if reason is None and self.tried[0]() is not self._state():
                 reason = refusal(self.forward)
-                self.tried = weakref.ref(self.forward.seen), reason
+                self.tried = weakref.ref(self._state()), reason
             return reason or self.tried[1]
+
+    def _state(self) -> Any:
+        """What is another once the model has changed; that weights stream from other places is no change."""
+        placed = streamed_model(self.module)
+        return placed.pieces[-1] if placed is not None and placed.pieces else self.forward.seen
 
     def _agreed(self, cached: ContinuousBatchingManager | None, given: dict[str, Any]) -> str | None:
         """`refused` of all ranks, which then make the same manager. Raises errors.Refused where they cannot agree."""

@@ -148,7 +148,7 @@ def limits_of(forward: DecoderForward, config: ContinuousBatchingConfig, hints: 
         rows = min(Limits.rows, (hints.num_requests if hints is not None else 0) or Limits.rows)
     blocks = None if config.num_blocks is None else max(1, config.num_blocks * page_size(config) // BLOCK)
     placed = streamed_model(forward.module)
-    return Limits(
+    limits = Limits(
         rows=rows,
         tokens=Limits.tokens if config.max_batch_tokens is None else config.max_batch_tokens,
         context=context,
@@ -156,8 +156,13 @@ def limits_of(forward: DecoderForward, config: ContinuousBatchingConfig, hints: 
         blocks=None if blocks is None else blocks * len(sets_of(forward)),
         share=config.allow_block_sharing,
         logprobs=config.return_logprobs,
-        most=None if placed is None else placed.sizes.beside(placed.room()),
     )
+    if placed is None:
+        return limits
+    shapes, sets = forward.shapes(), sets_of(forward)
+    device, blocks = forward.embeddings().device, limits.columns * len(sets) + 1
+    wanted = block_bytes(shapes, sets, device) * blocks + SLOTS * _slot_bytes(shapes)[device]
+    return replace(limits, most=placed.sizes.beside(placed.room(), wanted))
 
 
 def within_budget(

@@ -69,6 +69,7 @@ def emulate(monkeypatch):
     monkeypatch.setattr(memory, "GPUS", ("cpu",))
     monkeypatch.setattr(hooks, "GPUS", ("cpu",))
     monkeypatch.setattr(placed_model, "ROW", 32)
+    monkeypatch.setattr(placed_model, "PART", 16)
     monkeypatch.setattr(streamed_model, "GRAIN", 256)
     monkeypatch.setattr(budget, "SLACK", 0)
     return left
