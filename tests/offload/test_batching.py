@@ -18,8 +18,8 @@ from support.llm.families import make, prompt
 
 EXPERTS = {"num_experts": 16, "moe_intermediate_size": 64}
 ROWS = {  # a model, what is stored of its weights, MB of the budget beside the least
-    "on the card": ("llama", {}, None, 3.5),
     "streaming": ("llama", {}, None, 0.9),
+    "on the card": ("llama", {}, None, 3.5),
     "streaming int4": ("llama", {"intermediate_size": 512, "num_key_value_heads": 1}, "int4-g32", 0.5),
     "hot experts": ("qwen3-moe", EXPERTS, "int4-g32", 0.8),
     "states": ("lfm2", {"num_hidden_layers": 4}, None, 0.3),

@@ -128,7 +128,9 @@ class StepRunner:
         """Runs a step. tokens_of: all tokens of a row, for processors. check: replays only for the captured model."""
         with one_call(self.forward.module, len(plan.tokens)):
             placed = streamed_model(self.forward.module)
-            moves = plan.whole is not None or bool(getattr(placed, "streamed", ()))  # it has events of its own
+            moves = plan.whole is not None or bool(
+                getattr(placed, "streamed", ())
+            )  # of which a graph would know nothing
             filled = None if self.runner is None or moves else self._filled(plan)
             size = StepSize.exact(plan) if filled is None else filled
             inputs = self._inputs(plan, size)
