@@ -22,7 +22,7 @@ from accel.parallel.ranks import world
 from accel.patching.owner import disown_inside
 from accel.patching.rule import Context
 from accel.planning import targets, whole_models
-from accel.planning.memory import note_turns
+from accel.planning.memory import examining, note_turns
 from accel.planning.plan import PLAN, Plan, Row, choices_file, create_context, leave, plan_of
 from accel.planning.ranks import agree_to_optimize
 from accel.report import Report
@@ -93,7 +93,7 @@ def optimize(
     before: dict[str, Any] = {name: plan_of(part) for name, part in parts.items()}
     taken: list[str] = []
     applied: list[str] = []
-    with others_run_stock() as tried:
+    with others_run_stock() as tried, examining(chosen):
         try:
             for name, plan in reversed(before.items()):
                 if plan is not None:

@@ -3,12 +3,14 @@
 import warnings
 from bisect import bisect
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 from accel_kernels.device import card
+from accel_kernels.gemm.quantized.dequantized_once import forget_dequantized, keep_dequantized
 from torch import nn
 
 from accel.errors import Refused
@@ -97,6 +99,7 @@ class WeightsPlaced(WeightsMoved):
         if not streaming_blocks(self.model) and nbytes(self.model) > self.budget.card:
             raise Refused(f"memory=: a {type(self.model).__name__} has no blocks that could stream")
         check_fits(sizes_of(self.model), self.budget, type(self.model).__name__)
+        forget_dequantized()
         check_ram(weights_in(self.model))
         self.before = {one: one.device for one in weights_in(self.model)}
         self.value = StreamedModel(self.model, self.device, _as_it_is, self.budget, alone=True)
@@ -173,6 +176,11 @@ class PipelineTurns(WeightsMoved):
             for name in names:
                 vars(pipe).pop(name, None)
         self.before, self.added = {}, {}
+
+
+def examining(options: Options) -> AbstractContextManager:
+    """Inside, models are examined, those that are to stream on the CPU, where numbers in few bits are slow to read."""
+    return nullcontext() if options.memory is None else keep_dequantized(psutil.virtual_memory().available // 2)
 
 
 def lift_offload(model: nn.Module, context: Context) -> StageResult:

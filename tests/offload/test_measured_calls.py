@@ -7,10 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from accel_kernels import rms_norm
+from accel_kernels import Quantized, rms_norm
 
 import accel
+from accel.offload.blocks import sizes_of
 from accel.offload.call_hooks import streamed_model as streamed
+from support.llm.families import make
 from support.objects.streaming import flux, within
 
 pytestmark = pytest.mark.usefixtures("streaming")
@@ -59,3 +61,14 @@ def test_a_restored_model_is_gone_with_its_last_name():
         assert found() is None
     finally:
         gc.enable()
+
+
+@torch.no_grad()
+def test_a_model_in_few_bits_is_read_once_while_it_is_examined(monkeypatch):
+    """On the CPU, in some fifteen forwards."""
+    model = accel.quantize(make("llama", num_hidden_layers=2), "int4-g32")
+    linears, count, write = sum(hasattr(one, "quantized") for one in model.modules()), [], Quantized._dequantized
+    monkeypatch.setattr(Quantized, "_dequantized", lambda self, dtype: count.append(dtype) or write(self, dtype))
+    accel.optimize(model, memory=2 * sizes_of(model).total)
+    assert linears == 14 and linears <= len(count) <= 2 * linears
+    assert not accel.report(model).fallbacks and torch.equal(*(model(torch.tensor([[5, 1]])).logits for _ in range(2)))

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from accel_kernels.gemm.quantized.dequantized_once import dequantized_once
 from accel_kernels.op import dtype_reason
 
 WORD = 32  # bits
@@ -261,7 +262,10 @@ class Quantized(NamedTuple):
         )
 
     def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
-        """(N, K) in this dtype, rounded once, from float32."""
+        """(N, K) in this dtype, rounded once, from float32. Nobody may write into it, see `dequantized_once`."""
+        return dequantized_once((*self.parts().values(), self.order), dtype, self._dequantized)
+
+    def _dequantized(self, dtype: torch.dtype) -> torch.Tensor:
         numbers = self.format.unpack(self).float().unflatten(1, (-1, self.group))
         if self.zeros is not None:
             numbers -= self.zeros.float()[:, :, None]
