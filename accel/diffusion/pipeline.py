@@ -11,7 +11,7 @@ from torch import nn
 
 from accel.cuda_graphs.rule import GraphForward
 from accel.diffusion.schedulers import RULES, fetch_timesteps
-from accel.diffusion.tiling import decodes_within
+from accel.diffusion.tiling import tiles_within
 from accel.errors import PatchConflict
 from accel.fusion.channels_last import ChannelsLast
 from accel.fusion.loop import DenoisingLoop
@@ -121,7 +121,7 @@ def take_over_offload(pipe: object, context: Context) -> StageResult:
     taken = tuple(OffloadPatch(one, lay_out_for_gpu, budget, added) for one in pipelines_in(pipe))
     if turns is None:
         return StageResult(taken)
-    return StageResult((turns, *taken, *decodes_within(models_of(pipe), turns.budget)))
+    return StageResult((turns, *taken, *tiles_within(pipe, models_of(pipe), turns.budget)))
 
 
 def lay_out_for_gpu(model: nn.Module, device: torch.device) -> None:
