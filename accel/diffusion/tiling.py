@@ -103,6 +103,10 @@ class TiledPatch(Patch):
             above = other.before
         super().undo()
 
+    def again(self) -> "TiledPatch":
+        """The same while this is undone, for a stock autoencoder."""
+        return TiledPatch(self.owner, self.name, self.value.room)
+
     def forsake(self) -> None:
         """Its pipeline is gone, and nobody will undo it; what the autoencoder's own plan has put there stays."""
         above = vars(self.owner).get(self.name)

@@ -190,3 +190,8 @@ class OffloadPatch(Patch):
     def undo(self) -> None:
         super().undo()
         self.value.let_go()
+
+    def again(self) -> "OffloadPatch | None":
+        """The same for stock models, while this is undone, where there is a budget."""
+        budget, added = self.value.budget, self.value.added
+        return None if budget is None else OffloadPatch(self.owner, lambda model, device: None, budget, added)

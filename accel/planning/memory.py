@@ -121,6 +121,11 @@ class WeightsPlaced(WeightsMoved):
         separate(self.model)
         self.before = {}
 
+    def again(self) -> "WeightsPlaced | None":
+        """The same for the model while this is undone, where its weights are not on the GPU then."""
+        there = all(one.device == self.device for one in weights_in(self.model))
+        return None if there or is_offloaded(self.model) else type(self)(self.model, self.device, self.budget, None)
+
     def rows(self) -> list[tuple[str, str, str]]:
         return [] if self.value is None else self.value.rows()
 
@@ -160,6 +165,10 @@ class PipelineTurns(WeightsMoved):
             self.added = {pipe: (vars(pipe).keys() | {HOOKS}) - names for pipe, names in known.items()}
         if not fits and not self.hooked():
             raise Refused(f"memory=: models of a {type(self.pipe).__name__} go to the GPU and back in a way of its own")
+
+    def again(self) -> "PipelineTurns | None":
+        there = all(one.device == self.device for model in models_of(self.pipe) for one in weights_in(model))
+        return None if there or self.hooked() else type(self)(self.pipe, self.device, self.budget)
 
     def hooked(self) -> bool:
         """Whether models take turns already."""

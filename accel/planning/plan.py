@@ -287,12 +287,28 @@ class Plan(Owned):
                 patch.undo()
             self.pool.clear()
         try:
-            with dequantizing(self.root):
+            with self.placed(), dequantizing(self.root):
                 yield
         finally:
             with alone(*self.models, anyway=True):
                 for patch in patches:
                     patch.apply()
+
+    @contextmanager
+    def placed(self) -> Iterator[None]:
+        """Inside, while patches are undone, a budget holds for the stock object too."""
+        asked = [patch.again() for patch in self.patches if hasattr(patch, "again")]
+        done = []
+        try:
+            with alone(*self.models):
+                for patch in filter(None, asked):
+                    patch.apply()
+                    done.append(patch)
+            yield
+        finally:
+            with alone(*self.models, anyway=True):
+                for patch in reversed(done):
+                    patch.undo()
 
 
 def plan_of(obj: object) -> Plan | None:

@@ -58,11 +58,17 @@ class ModelRecord:
             return self.run(self.module, *_cloned(given))
 
     @property
+    def device(self) -> torch.device:
+        """That its calls compute on, where its weights may come to for each."""
+        given = (leaf.device for leaf in tensor_leaves(self.inputs) if leaf.dim())
+        return next(given, placement(self.module)[0])
+
+    @property
     def unit(self) -> float:
         """Half the distance of two neighboring numbers around 1: what one rounding costs at most."""
-        device, dtype = placement(self.module)
+        dtype = placement(self.module)[1]
         tf32 = convolutions_in_tf32() or products_in_tf32()
-        coarse = torch.float16 if dtype == torch.float32 and device.type == "cuda" and tf32 else dtype
+        coarse = torch.float16 if dtype == torch.float32 and self.device.type == "cuda" and tf32 else dtype
         return torch.finfo(coarse).eps / 2
 
     @property
@@ -105,7 +111,7 @@ class ModelRecord:
 
     def judge(self, seed: int) -> Quality:
         """The module, optimized again, on the recorded inputs."""
-        times = CALLS_ON_GPU if placement(self.module)[0].type == "cuda" else 1
+        times = CALLS_ON_GPU if self.device.type == "cuda" else 1
         runs = []
         for _ in range(times):
             with seeded(seed):

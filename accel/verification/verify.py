@@ -112,13 +112,17 @@ def _judged_by_drift(whole: Quality, stock: Any, call: SeededCall, records: dict
 
 @contextlib.contextmanager
 def stock_models(plans: Iterable[Plan]) -> Iterator[None]:
-    """The stock models inside, optimized again afterwards, also after an error."""
+    """The stock models inside, optimized again afterwards, also after an error. A budget that brings weights to the GPU
+    holds for them too: elsewhere they would not compute on what they are given, or draw from other noise.
+    """
     undone = []
     try:
-        for plan in plans:
-            plan.undo()
-            undone.append(plan)
-        yield
+        with contextlib.ExitStack() as placed:
+            for plan in plans:
+                plan.undo()
+                undone.append(plan)
+                placed.enter_context(plan.placed())
+            yield
     finally:
         for plan in undone:
             plan.apply()

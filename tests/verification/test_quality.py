@@ -17,7 +17,14 @@ from accel.comparison import first_differences
 from accel.verification.agreement import CHUNK, Agreement, distributions
 from accel.verification.image_metrics import gmsd, ssim
 from accel.verification.metrics import Quality, compare
+from accel.verification.model_record import ModelRecord
 from accel.verification.noise import with_rounding
+
+
+def test_a_model_that_comes_to_a_gpu_for_its_calls_is_judged_as_on_it():
+    given = [((torch.empty(2, 3, device="meta"), torch.tensor(1)), {})]
+    assert ModelRecord(nn.Linear(3, 3), given).device.type == "meta"
+    assert ModelRecord(nn.Linear(3, 3)).device.type == "cpu"
 
 
 def slow_kl(stock: list[float], ours: list[float]) -> float:
