@@ -120,19 +120,41 @@ def _read_again(kept: tuple[torch.Tensor, bool]) -> torch.Tensor:
 
 
 def hook_blocks(streamed: Any, paths: Collection[str], called: bool = True) -> None:
-    """Blocks at these paths, and no others, tell of theirs; not called: only of calls of themselves, or of a part."""
+    """Blocks at these paths, and no others, tell of theirs; not called: only of calls of themselves, or of a part.
+
+    What does already stays: graphs are of a model with these very hooks, which comes for another turn.
+    """
+    parts = {path[:end] for path in paths for end, one in enumerate(f"{path}.") if one == "."}
+    blocks = list(paths) if called else []
+    if _hooked(streamed) == (_places(streamed, parts), *[_places(streamed, blocks)] * 2):
+        return
     for module in streamed.model.modules():
         if module is not streamed.model and streamed_model(module) is streamed:
             _take_off(module)
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             for key in [key for key, one in hooks.items() if isinstance(one, BlockHook) and one.model is streamed]:
                 del hooks[key]
-    for part in {path[:end] for path in paths for end, one in enumerate(f"{path}.") if one == "."}:
+    for part in parts:
         _put_on(streamed, part)
-    for path in paths if called else ():
+    for path in blocks:
         block = streamed.model.get_submodule(path)
         block.register_forward_pre_hook(BlockHook(streamed, path, False))
         block.register_forward_hook(BlockHook(streamed, path, True))
+
+
+def _places(streamed: Any, paths: Collection[str]) -> set[tuple[int, str]]:
+    return {(id(streamed.model.get_submodule(path)), path) for path in paths}
+
+
+def _hooked(streamed: Any) -> tuple[set[tuple[int, str]], ...]:
+    """By id and path what tells of its calls: parts, blocks before theirs, blocks behind them."""
+    modules = list(streamed.model.modules())
+    parts = {(id(one), vars(one)[GATE].path) for one in modules[1:] if streamed_model(one) is streamed}
+    pairs = [
+        (one, hook) for one in modules for hook in (*one._forward_pre_hooks.values(), *one._forward_hooks.values())
+    ]
+    ours = [(id(one), hook) for one, hook in pairs if isinstance(hook, BlockHook) and hook.model is streamed]
+    return parts, *({(one, hook.path) for one, hook in ours if hook.behind is behind} for behind in (False, True))
 
 
 def streamed_model(module: nn.Module) -> Any:
