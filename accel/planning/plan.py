@@ -298,16 +298,16 @@ class Plan(Owned):
     def placed(self) -> Iterator[None]:
         """Inside, while patches are undone, a budget holds for the stock object too."""
         asked = [patch.again() for patch in self.patches if hasattr(patch, "again")]
-        done = []
+        placed = []
         try:
             with alone(*self.models):
                 for patch in filter(None, asked):
                     patch.apply()
-                    done.append(patch)
+                    placed.append(patch)
             yield
         finally:
             with alone(*self.models, anyway=True):
-                for patch in reversed(done):
+                for patch in reversed(placed):
                     patch.undo()
 
 
