@@ -9,7 +9,7 @@ import torch
 
 from accel.offload.blocks import nbytes
 from accel.offload.budget import SLACK, Budget
-from accel.patching.owner import PLAN, InstanceMethod
+from accel.patching.owner import OWNER, PLAN, InstanceMethod, Owned
 from accel.patching.rule import Patch
 
 ENCODE, DECODE = "encode", "decode"
@@ -108,13 +108,16 @@ class TiledPatch(Patch):
         return TiledPatch(self.owner, self.name, self.value.room)
 
     def forsake(self) -> None:
-        """Its pipeline is gone, and nobody will undo it; what the autoencoder's own plan has put there stays."""
-        above = vars(self.owner).get(self.name)
+        """Its pipeline is gone, and nobody will undo it; what else is on the autoencoder stays."""
+        held = vars(self.owner)
+        above = held.get(self.name)
         while isinstance(above, TilesWithin) and above is not self.value:
             above = above.patch.before
         if above is self.value:
-            self.marks = self.marks and PLAN not in vars(self.owner)
+            self.marks = False
             self.undo()
+            if not any(isinstance(one, Owned) for name, one in held.items() if name != PLAN):
+                held.pop(OWNER, None)
 
 
 def tiles_within(pipe: Any, models: Iterable[Any], budget: Budget) -> tuple[Patch, ...]:

@@ -5,6 +5,7 @@ import torch
 
 from accel.diffusion.tiling import tiles_within
 from accel.offload.budget import Budget
+from accel.patching.owner import PLAN
 from support.video.tiny_videos import make_video
 
 CUT = [("images", "decode", (40, 48)), ("images", "encode", (80, 96))]
@@ -49,5 +50,6 @@ def test_an_image_that_would_not_fit_is_cut_into_tiles(kind, name, sides, tiny):
     if kind == "images":
         vae.tile_latent_min_size, vae.tile_sample_min_size = (side, 2 * side) if name == "decode" else (side // 2, side)
     assert torch.equal(run(), cut) and len(tiles) == count
+    vars(vae)[PLAN] = None
     del pipe
     assert not {"decode", "encode", "__getstate__"} & set(vars(vae))
