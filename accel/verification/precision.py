@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from accel.offload.call_hooks import streamed_model
 from accel.patching.fast_forward import FastForward
 from accel.patching.structure import twin
 
@@ -30,8 +31,11 @@ def upcast(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     """A twin of the module with its weights in dtype, all else shared, that runs the stock forwards.
 
     The module is only read, so other threads may use it meanwhile. Raises ValueError, with the reason, where a twin
-    would not compute the same: weights that are packed or not loaded, a forward that somebody replaced.
+    would not compute the same: weights that are packed or not loaded, a forward that somebody replaced. So it does
+    where it would be beside what a budget allows, of weights in two places.
     """
+    if streamed_model(module) is not None:
+        raise ValueError("its weights have a budget, which a copy of them is not in")
     for path, child in module.named_modules():
         where = path or type(module).__name__
         if not isinstance(vars(child).get("forward"), FastForward | None):

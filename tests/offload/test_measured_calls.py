@@ -10,10 +10,13 @@ import torch
 from accel_kernels import Quantized, rms_norm
 
 import accel
+from accel.llm.logits import Logits
 from accel.offload.blocks import sizes_of
 from accel.offload.call_hooks import streamed_model as streamed
+from accel.verification.call import SeededCall
 from support.llm.families import make
-from support.objects.streaming import flux, within
+from support.noted import noted
+from support.objects.streaming import bert, flux, llama, same, stored, within
 
 pytestmark = pytest.mark.usefixtures("streaming")
 
@@ -72,3 +75,19 @@ def test_a_model_in_few_bits_is_read_once_while_it_is_examined(monkeypatch):
     accel.optimize(model, memory=2 * sizes_of(model).total)
     assert linears == 14 and linears <= len(count) <= 2 * linears
     assert not accel.report(model).fallbacks and torch.equal(*(model(torch.tensor([[5, 1]])).logits for _ in range(2)))
+
+
+@pytest.mark.parametrize(("make", "weights"), [(llama, "int8"), (bert, None)])
+def test_stock_is_compared_within_the_budget(make, weights, monkeypatch):
+    """A call's inputs are on the GPU, while the weights without accel are where they came from."""
+    model, _ = make()
+    state = stored(model)
+    accel.optimize(model, memory=within(model, 0.5), weights=weights)
+    ran: list = []  # where the weights come from at each call, ours and stock
+    noted(monkeypatch, Logits, "run", lambda *given: streamed(model), into=ran)
+    noted(monkeypatch, SeededCall, "__call__", lambda *given: streamed(model), into=ran)
+    quality = accel.verify(model, input_ids=torch.arange(1, 9)[None])
+    assert all(part.passed for part in (quality.parts or {"": quality}).values()), quality
+    assert None not in ran and len(set(map(id, ran))) > 1
+    accel.restore(model)
+    same(model, state)
