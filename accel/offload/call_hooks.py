@@ -14,6 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from accel.errors import Refused
 from accel.in_flight import GATE, Permit, call_gate
+from accel.offload.merging import layers_that_merge, merging, tell_of_merging
 from accel.patching.owner import PartlyCopied
 from accel.patching.structure import CallersHook
 
@@ -126,8 +127,14 @@ def hook_blocks(streamed: Any, paths: Collection[str], called: bool = True) -> N
     """
     parts = {path[:end] for path in paths for end, one in enumerate(f"{path}.") if one == "."}
     blocks = list(paths) if called else []
-    if _hooked(streamed) == (_places(streamed, parts), *[_places(streamed, blocks)] * 2):
+    told = (
+        _places(streamed, parts),
+        layers_that_merge(streamed.model) if paths else set(),
+        *[_places(streamed, blocks)] * 2,
+    )
+    if _hooked(streamed) == told:
         return
+    tell_of_merging(streamed, bool(paths))
     for module in streamed.model.modules():
         if module is not streamed.model and streamed_model(module) is streamed:
             _take_off(module)
@@ -147,14 +154,18 @@ def _places(streamed: Any, paths: Collection[str]) -> set[tuple[int, str]]:
 
 
 def _hooked(streamed: Any) -> tuple[set[tuple[int, str]], ...]:
-    """By id and path what tells of its calls: parts, blocks before theirs, blocks behind them."""
+    """By id and path what tells of its calls: parts, layers that merge, blocks before theirs, blocks behind them."""
     modules = list(streamed.model.modules())
     parts = {(id(one), vars(one)[GATE].path) for one in modules[1:] if streamed_model(one) is streamed}
-    pairs = [
-        (one, hook) for one in modules for hook in (*one._forward_pre_hooks.values(), *one._forward_hooks.values())
-    ]
-    ours = [(id(one), hook) for one, hook in pairs if isinstance(hook, BlockHook) and hook.model is streamed]
-    return parts, *({(one, hook.path) for one, hook in ours if hook.behind is behind} for behind in (False, True))
+    ours = ([hook for hook in _hooks(one) if hook.model is streamed] for one in modules)
+    held = [(id(one), hook) for one, hooks in zip(modules, ours, strict=True) for hook in hooks]
+    blocks = ({(one, hook.path) for one, hook in held if hook.behind is behind} for behind in (False, True))
+    return parts, merging(streamed), *blocks
+
+
+def _hooks(module: nn.Module) -> list[BlockHook]:
+    hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+    return [hook for hook in hooks if isinstance(hook, BlockHook)]
 
 
 def streamed_model(module: nn.Module) -> Any:

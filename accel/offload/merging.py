@@ -1,0 +1,56 @@
+"""Adapters that somebody merges into weights of which some stream."""
+
+import threading
+from typing import Any
+
+from torch import nn
+
+from accel.libraries.adapters import BASE
+from accel.patching.owner import InstanceMethod
+
+MERGES = ("merge", "unmerge")
+
+
+class MergeTogether(InstanceMethod):
+    """Stands in the place of one of `MERGES`, of a layer with adapters. Between two calls these may be on the GPU while
+    what they are merged into is on the CPU: all is there meanwhile.
+    """
+
+    computes = False
+
+    def __init__(self, streamed: Any, layer: nn.Module, name: str):
+        self.streamed, self.layer, self.name = streamed, layer, name
+
+    @property
+    def owner(self) -> nn.Module:
+        return self.layer
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        held = self.streamed
+        if held.caller != threading.get_ident():  # else within a call
+            with held.lock:
+                if held.arena is not None:
+                    held.leave()
+        return self.stock(*args, **kwargs)
+
+
+def layers_that_merge(model: nn.Module) -> set[tuple[int, str]]:
+    """By id, the layers that merge, and as what."""
+    layers = ((one, name) for one in model.modules() if BASE in one._modules for name in MERGES)
+    return {(id(one), name) for one, name in layers if hasattr(one, name)}
+
+
+def merging(streamed: Any) -> set[tuple[int, str]]:
+    """The same, of those that tell this model of it."""
+    held = ((one, vars(one).get(name)) for one in streamed.model.modules() for name in MERGES)
+    return {(id(one), its.name) for one, its in held if isinstance(its, MergeTogether) and its.streamed is streamed}
+
+
+def tell_of_merging(streamed: Any, wanted: bool) -> None:
+    """Layers with adapters tell of it from now on, or no more."""
+    for layer in streamed.model.modules():
+        for name in MERGES:
+            if isinstance(vars(layer).get(name), MergeTogether):
+                del vars(layer)[name]
+            if wanted and BASE in layer._modules and hasattr(layer, name):
+                vars(layer)[name] = MergeTogether(streamed, layer, name)
