@@ -6,14 +6,16 @@ from typing import Any
 from torch import nn
 
 from accel.libraries.adapters import BASE
+from accel.offload.layout import as_ordinary, become, weights_in
+from accel.offload.piece import WeightPlacement
 from accel.patching.owner import InstanceMethod
 
 MERGES = ("merge", "unmerge")
 
 
 class MergeTogether(InstanceMethod):
-    """Stands in the place of one of `MERGES`, of a layer with adapters. Between two calls these may be on the GPU while
-    what they are merged into is on the CPU: all is there meanwhile.
+    """Stands in the place of one of `MERGES`, of a layer with adapters. Between calls these may be on the GPU, and what
+    they are merged into on the CPU: all of the layer is there meanwhile.
     """
 
     computes = False
@@ -26,12 +28,22 @@ class MergeTogether(InstanceMethod):
         return self.layer
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        held = self.streamed
-        if held.caller != threading.get_ident():  # else within a call
-            with held.lock:
-                if held.arena is not None:
-                    held.leave()
-        return self.stock(*args, **kwargs)
+        if self.streamed.caller == threading.get_ident():  # within a call
+            return self.stock(*args, **kwargs)
+        moving = (piece for _, piece in self.streamed.numbers.values() if piece.placement is WeightPlacement.RING)
+        here = {id(slot.tensor) for piece in moving for slot in piece.layout.slots}
+        held = weights_in(self.layer)
+        away = [one for one in held if id(one) not in here]
+        places = [(one, one.data) for one in away] if len(away) < len(held) else []
+        with as_ordinary():
+            for one, place in places:
+                become(one, place.to("cpu", copy=True))
+        try:
+            return self.stock(*args, **kwargs)
+        finally:
+            with as_ordinary():
+                for one, place in places:
+                    become(one, place.copy_(one))
 
 
 def layers_that_merge(model: nn.Module) -> set[tuple[int, str]]:

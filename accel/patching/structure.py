@@ -117,12 +117,13 @@ def trains(module: nn.Module) -> bool:
 
 
 def overridden(part: object) -> str | None:
-    """The first method of its class, except the forward, that this object overrides."""
+    """The first method of its class, except the forward, that this object overrides by one that computes otherwise."""
     attributes = getattr(part, "__dict__", {})
     for base in own_classes(type(part)):
         for name, value in vars(base).items():
             if name in attributes and name not in ("forward", OWNER, "extra_repr") and callable(value):
-                if not stock_method(part, attributes[name], name):
+                own = attributes[name]
+                if not stock_method(part, own, name) and getattr(own, "computes", True):
                     return name
     return None
 
