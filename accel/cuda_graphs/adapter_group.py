@@ -14,6 +14,7 @@ from torch import nn
 
 from accel.casting import casts_of
 from accel.libraries.adapters import ANOTHER, BASE, BASE_ROW, DOWN, base, low_rank_scales, own_parts, row_adapters
+from accel.offload.call_hooks import one_call
 from accel.quantization.adapters import BUFFERS, TOKENS, read_low_rank
 from accel.quantization.product import device_and_dtype
 
@@ -143,8 +144,9 @@ def each_token(model: nn.Module, index: torch.Tensor) -> Iterator[None]:
 def adapted_layers(model: Any) -> dict[str, Any]:
     """By path, linears whose adapters may differ by token. Raises AdaptersNotByToken where there are others."""
     found, head = dict[str, Any](), model.get_output_embeddings()
-    for path, layer in model.named_modules():
-        if BASE in layer._modules or ANOTHER in layer._modules:
+    adapted = {path: one for path, one in model.named_modules() if BASE in one._modules or ANOTHER in one._modules}
+    with one_call(model, None):
+        for path, layer in adapted.items():
             tried = (adapters_of(layer, dtype, True) for dtype in FLOATS)
             own = next((one for one in tried if one is not None), None)
             if own is None or layer is head or ANOTHER in layer._modules:

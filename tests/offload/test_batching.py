@@ -5,15 +5,19 @@ import weakref
 
 import pytest
 import torch
+from peft import LoraConfig, inject_adapter_in_model
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 import accel
+from accel.cuda_graphs import adapter_group
 from accel.llm.batching import engine, hook, limits
 from accel.llm.kv_cache.paged_kv_cache import PagedKVCache
 from accel.llm.recording.resting import resting
 from accel.offload.blocks import sizes_of
 from accel.offload.call_hooks import BlockHook, streamed_model
+from accel.offload.layout import CPU
 from accel.offload.streamed_model import StreamedModel
+from accel.patching.structure import tampered
 from support.llm.families import make, prompt
 
 EXPERTS = {"num_experts": 16, "moe_intermediate_size": 64}
@@ -92,6 +96,31 @@ def test_what_comes_to_stream_while_a_model_is_tried_is_told_of_its_calls(made):
         found = [one for module in model.modules() for one in getattr(module, hooks).values()]
         assert sum(type(one) is BlockHook for one in found) == len(held.order)
     assert streamed_model(model.model) is held
+
+
+@torch.no_grad()
+def test_prompts_have_adapters_of_their_own(made, monkeypatch):
+    """Between calls these are on another device than the weights that stream."""
+    model, stock, held, _ = made("streaming")
+    prompt_ids = prompt(1, 7, 7)
+    config = LoraConfig(r=2, lora_alpha=64, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+
+    def written(one):
+        return one.generate(prompt_ids, generation_config=NEW)[0, 7:].tolist()
+
+    wanted = [written(stock)]
+    for one in (model, stock):
+        torch.manual_seed(1)
+        inject_adapter_in_model(config, one)
+    wanted.append(written(stock))
+    assert written(model) == wanted[1] != wanted[0]
+    there = torch.device("cpu", 0)
+    monkeypatch.setattr(adapter_group, "device_and_dtype", lambda _: (CPU if held.caller else there, torch.float32))
+    for _ in range(2):
+        found = model.generate_batch(prompt_ids.tolist() * 2, generation_config=NEW, adapter=[None, "default"])
+        assert [(one.error, one.generated_tokens) for one in found.values()] == [(None, one) for one in wanted]
+        layer = model.model.layers[held.streamed[0]].mlp.down_proj
+        assert "merge" in vars(layer) and tampered(layer) is None  # ours is no other method than stock's
 
 
 @torch.no_grad()

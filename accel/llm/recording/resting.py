@@ -15,12 +15,13 @@ from accel.libraries.tensor_parallel import pipeline_stage
 from accel.llm.pipeline.device_hooks import other_hook
 from accel.llm.recording.record import NotUnderstood
 from accel.offload.call_hooks import BlockHook, StreamedCall
+from accel.offload.merging import MergeTogether
 from accel.patching.rule import set_data
 from accel.patching.structure import foreign_hooks, placement
 from accel.quantization.experts import holds_numbers
 
 WRITES = "its forward writes into its weights"
-STREAMING = (StreamedCall, BlockHook)
+STREAMING = (StreamedCall, BlockHook, MergeTogether)
 READS = ("__int__", "__index__", "__invert__")
 
 
