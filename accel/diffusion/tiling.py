@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from accel.errors import reason_of
 from accel.offload.blocks import nbytes
 from accel.offload.budget import SLACK, Budget
 from accel.patching.owner import OWNER, PLAN, InstanceMethod, Owned
@@ -54,9 +55,12 @@ class TilesWithin(InstanceMethod):
                 scale = before[PIXEL_SIZE] // before[LATENT_SIZE]
                 vars(self.vae).update({LATENT_SIZE: side, PIXEL_SIZE: side * scale})
             return self.stock(*args, **kwargs)
+        except Exception as error:  # of its tiles, which some autoencoders of diffusers cannot make
+            reason_of(error)
         finally:
             self.vae.disable_tiling()
             vars(self.vae).update(before)
+        return self.stock(*args, **kwargs)
 
     def _latents(self, given: torch.Tensor) -> tuple[int, int, int]:
         """Frames, rows and columns of them, which are there at the same time."""
