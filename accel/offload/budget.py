@@ -11,7 +11,7 @@ from accel.errors import Refused
 BUFFERS = 2  # of the ring: one is read while the other is filled
 MARGIN = 1.15  # of the memory that a call was seen to need: a graph keeps it in other pieces
 ROOM_FOR_CALLS = 0.75  # of the budget, that weights may take which are on the card as a whole
-FAR = 4  # times; a step in which a GB streams takes some five times as long as one without
+FAR = 4  # times; by reckoning, a step in which a GB streams takes five times as long as one without
 SLACK = 256 * 2**20  # bytes: workspaces of libraries, kernels that are loaded on the way
 
 

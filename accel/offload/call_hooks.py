@@ -2,7 +2,7 @@
 
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import wraps
 from typing import Any
@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from accel.errors import Refused
 from accel.in_flight import GATE, Permit, call_gate
-from accel.offload.merging import layers_that_merge, merging, tell_of_merging
+from accel.offload.merging import tell_of_merging
 from accel.patching.owner import PartlyCopied
 from accel.patching.structure import CallersHook
 
@@ -125,47 +125,30 @@ def hook_blocks(streamed: Any, paths: Collection[str], called: bool = True) -> N
 
     What does already stays: graphs are of a model with these very hooks, which comes for another turn.
     """
-    parts = {path[:end] for path in paths for end, one in enumerate(f"{path}.") if one == "."}
-    blocks = list(paths) if called else []
-    told = (
-        _places(streamed, parts),
-        layers_that_merge(streamed.model) if paths else set(),
-        *[_places(streamed, blocks)] * 2,
-    )
-    if _hooked(streamed) == told:
-        return
     tell_of_merging(streamed, bool(paths))
+    at = streamed.model.get_submodule
+    around = {path[:end] for path in paths for end, one in enumerate(f"{path}.") if one == "."}
+    parts, blocks = ([(at(path), path) for path in some] for some in (around, paths if called else ()))
     for module in streamed.model.modules():
         if module is not streamed.model and streamed_model(module) is streamed:
-            _take_off(module)
+            if (module, vars(module)[GATE].path) not in parts:
+                _take_off(module)
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            for key in [key for key, one in hooks.items() if isinstance(one, BlockHook) and one.model is streamed]:
-                del hooks[key]
-    for part in parts:
-        _put_on(streamed, part)
-    for path in blocks:
-        block = streamed.model.get_submodule(path)
-        block.register_forward_pre_hook(BlockHook(streamed, path, False))
-        block.register_forward_hook(BlockHook(streamed, path, True))
+            for key, hook in _own_hooks(streamed, hooks):
+                if (module, hook.path) not in blocks:
+                    del hooks[key]
+    for part, path in parts:
+        if streamed_model(part) is not streamed:
+            _put_on(streamed, path)
+    for block, path in blocks:
+        if path not in (hook.path for _, hook in _own_hooks(streamed, block._forward_pre_hooks)):
+            block.register_forward_pre_hook(BlockHook(streamed, path, False))
+        if path not in (hook.path for _, hook in _own_hooks(streamed, block._forward_hooks)):
+            block.register_forward_hook(BlockHook(streamed, path, True))
 
 
-def _places(streamed: Any, paths: Collection[str]) -> set[tuple[int, str]]:
-    return {(id(streamed.model.get_submodule(path)), path) for path in paths}
-
-
-def _hooked(streamed: Any) -> tuple[set[tuple[int, str]], ...]:
-    """By id and path what tells of its calls: parts, layers that merge, blocks before theirs, blocks behind them."""
-    modules = list(streamed.model.modules())
-    parts = {(id(one), vars(one)[GATE].path) for one in modules[1:] if streamed_model(one) is streamed}
-    ours = ([hook for hook in _hooks(one) if hook.model is streamed] for one in modules)
-    held = [(id(one), hook) for one, hooks in zip(modules, ours, strict=True) for hook in hooks]
-    blocks = ({(one, hook.path) for one, hook in held if hook.behind is behind} for behind in (False, True))
-    return parts, merging(streamed), *blocks
-
-
-def _hooks(module: nn.Module) -> list[BlockHook]:
-    hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
-    return [hook for hook in hooks if isinstance(hook, BlockHook)]
+def _own_hooks(streamed: Any, hooks: Mapping[int, Any]) -> list[tuple[int, BlockHook]]:
+    return [(key, one) for key, one in hooks.items() if isinstance(one, BlockHook) and one.model is streamed]
 
 
 def streamed_model(module: nn.Module) -> Any:

@@ -46,23 +46,13 @@ class MergeTogether(InstanceMethod):
                     become(one, place.copy_(one))
 
 
-def layers_that_merge(model: nn.Module) -> set[tuple[int, str]]:
-    """By id, the layers that merge, and as what."""
-    layers = ((one, name) for one in model.modules() if BASE in one._modules for name in MERGES)
-    return {(id(one), name) for one, name in layers if hasattr(one, name)}
-
-
-def merging(streamed: Any) -> set[tuple[int, str]]:
-    """The same, of those that tell this model of it."""
-    held = ((one, vars(one).get(name)) for one in streamed.model.modules() for name in MERGES)
-    return {(id(one), its.name) for one, its in held if isinstance(its, MergeTogether) and its.streamed is streamed}
-
-
 def tell_of_merging(streamed: Any, wanted: bool) -> None:
-    """Layers with adapters tell of it from now on, or no more."""
+    """Layers with adapters tell this model of it from now on, or no more."""
     for layer in streamed.model.modules():
         for name in MERGES:
-            if isinstance(vars(layer).get(name), MergeTogether):
+            held = vars(layer).get(name)
+            tells, will = isinstance(held, MergeTogether), wanted and BASE in layer._modules and hasattr(layer, name)
+            if tells and not (will and held.streamed is streamed):
                 del vars(layer)[name]
-            if wanted and BASE in layer._modules and hasattr(layer, name):
+            if will and name not in vars(layer):
                 vars(layer)[name] = MergeTogether(streamed, layer, name)

@@ -127,7 +127,7 @@ def _copied(buffer: torch.Tensor | None, module: nn.Module) -> tuple:
 
 
 def _put_back(now: dict, before: dict) -> None:
-    """But for what tells of calls to weights that stream, which may have been placed anew meanwhile."""
+    """Leaves what tells of calls to weights that stream: these may have been placed anew meanwhile."""
     kept = {name: value for name, value in now.items() if type(value) in STREAMING}
     before = {name: value for name, value in before.items() if type(value) not in STREAMING} | kept
     if len(now) == len(before) and all(map(is_, now, before)) and all(map(is_, now.values(), before.values())):
