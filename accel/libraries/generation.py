@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import GenerationMode, utils
+from transformers.generation.configuration_utils import ALL_STATIC_CACHE_IMPLEMENTATIONS as FIXED_CACHES
 from transformers.generation.logits_process import WhisperNoSpeechDetection
 
 from accel.errors import reason_of
@@ -84,6 +85,19 @@ def merged_config(model: PreTrainedModel, given: dict[str, Any]) -> GenerationCo
     for source in (vars(given.get("generation_config") or own), given):
         vars(own).update({name: one for name, one in source.items() if one is not None and hasattr(own, name)})
     return own
+
+
+def with_growing_cache(config: GenerationConfig) -> GenerationConfig | None:
+    """The same call with stock's usual cache; None unless it is made with one of fixed size, which nobody gets to see.
+
+    generate() compiles the forward for such a cache, and returns it where a dictionary is asked for.
+    """
+    asked = config.cache_implementation
+    if asked not in FIXED_CACHES or "offloaded" in asked or config.return_dict_in_generate:
+        return None
+    found = copy.copy(config)
+    found.cache_implementation = None
+    return found
 
 
 def decoding_method(model: PreTrainedModel, config: GenerationConfig) -> Callable:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from accel.offload.memory import DeviceBytes
 from accel.patching.rule import set_data, unshare
 from accel.patching.structure import LIBRARIES
 
@@ -71,18 +72,27 @@ class Layout:
                 become(slot.tensor, view)
 
 
-def views(slots: Iterable[Slot], whole: torch.Tensor) -> Iterator[tuple[Slot, torch.Tensor]]:
-    """The place of each of these tensors in the bytes. On the CPU those of a run have a storage, which is all that
-    torch.save writes of them.
+def views(slots: Iterable[Slot], whole: torch.Tensor, apart: bool = False) -> Iterator[tuple[Slot, torch.Tensor]]:
+    """The place of each of these tensors in the bytes. Those of a run have a storage, which is all that torch.save
+    writes of them; of others stock makes copies to save them. apart: on a GPU too, where a storage takes 12 us.
     """
     typed: dict[tuple, torch.Tensor] = {}
     for slot in slots:
-        start, end = slot.run if whole.device.type == "cpu" else (0, whole.nbytes)
+        start, end = slot.run if apart or whole.device.type == "cpu" else (0, whole.nbytes)
         if (numbers := typed.get((slot.dtype, start, end))) is None:
-            held = torch.from_numpy(whole.numpy()[start:end]) if whole.device.type == "cpu" else whole
+            held = _by_itself(whole, start, end) if (start, end) != (0, whole.nbytes) else whole
             numbers = typed[slot.dtype, start, end] = held.view(slot.dtype)
         place = numbers.storage_offset() + (slot.start - start) // numbers.itemsize
         yield slot, numbers.as_strided(slot.shape, slot.stride, place)
+
+
+def _by_itself(whole: torch.Tensor, start: int, end: int) -> torch.Tensor:
+    """A part of these bytes, in a storage of its own that keeps them all."""
+    if whole.device.type == "cpu":
+        return torch.from_numpy(whole.numpy()[start:end])
+    if start == end:  # no memory that a driver would know
+        return whole.new_empty(0)
+    return DeviceBytes(whole.device, whole.data_ptr() + start, end - start, holds=whole).tensor()
 
 
 def lay_out(slots: Iterable[Slot], whole: torch.Tensor) -> None:

@@ -62,10 +62,11 @@ class PlacedWeights:
         """Whether all its weights are among these, by id, and on the CPU where they were put."""
         return all(id(slot.tensor) in present and slot.lies_in(self.bytes) for slot in self.layout.slots)
 
-    def put(self, name: WeightPlacement, whole: torch.Tensor) -> None:
-        """Its place of this name, HOST or CARD, is these bytes."""
+    def put(self, name: WeightPlacement, whole: torch.Tensor, apart: bool = False) -> None:
+        """Its place of this name, HOST or CARD, is these bytes. apart: see `views`."""
         with as_ordinary():
-            self.places[name] = [(slot.tensor, one, form_of(one)) for slot, one in views(self.layout.slots, whole)]
+            placed = views(self.layout.slots, whole, apart)
+            self.places[name] = [(slot.tensor, one, form_of(one)) for slot, one in placed]
 
     def go(self, name: WeightPlacement, before: WeightPlacement | None = None) -> None:
         """Its weights are views of that place. before: but for those that somebody has taken from where they were."""

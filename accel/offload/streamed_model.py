@@ -184,7 +184,7 @@ class StreamedModel(PlacedModel):
             if piece.path not in inside:
                 with as_ordinary():
                     arena[at : at + piece.nbytes].copy_(piece.bytes, non_blocking=True)
-                piece.put(WeightPlacement.CARD, arena[at : at + piece.nbytes])
+                piece.put(WeightPlacement.CARD, arena[at : at + piece.nbytes], apart=self.alone)
                 piece.go(WeightPlacement.CARD, WeightPlacement.HOST)
                 at += piece.nbytes
         self.kept = -(-at // GRAIN) * GRAIN

@@ -10,6 +10,8 @@ from torch import nn
 
 import accel
 from accel.bench.memory import device_bytes, device_peak, release
+from accel.cuda_graphs.host_copies import capture_with_copies as capture
+from accel.cuda_graphs.runner import PATIENCE
 from accel.diffusion import tiling
 from accel.offload import budget
 from accel.offload.blocks import nbytes
@@ -150,19 +152,27 @@ def test_the_device_never_has_more_in_use_than_allowed():
 @pytest.mark.parametrize("switch", [None, "enable_model_cpu_offload", "enable_sequential_cpu_offload"])
 @torch.no_grad()
 def test_models_of_a_pipeline_take_turns(sdxl_pipe, live, switch, monkeypatch):
+    """Their graphs replay in the next call, though their weights have been away."""
     pipe = sdxl_pipe.to("cuda", torch.bfloat16)
     twin = accel.optimize(copy.deepcopy(pipe))
     if switch is not None:
         getattr(pipe, switch)()
-    wanted = live.draw(twin)
+    wanted = live.draw(twin, steps=PATIENCE)
     for module in (budget, tiling):
         monkeypatch.setattr(module, "SLACK", 0)
-    accel.optimize(pipe, memory=int(0.6 * nbytes(pipe.unet)))
+    captures = []
+    monkeypatch.setattr(
+        "accel.cuda_graphs.runner.capture_with_copies", lambda *given: (captures.append(1), capture(*given))[1]
+    )
+    accel.optimize(pipe, memory=int(0.6 * nbytes(pipe.unet)), graphs=True)
     for _ in range(4):
-        assert live.rms(live.draw(pipe), wanted) < 2e-2
+        captures.clear()
+        assert live.rms(live.draw(pipe, steps=PATIENCE), wanted) < 2e-2
     assert streamed_model(pipe.unet) is not None
+    graphs = [row["path"] for row in accel.report(pipe).graphs if row["status"] == "graph"]
+    assert "unet" in graphs and not captures, (graphs, captures, accel.report(pipe).graphs)
     accel.restore(pipe)
-    assert live.rms(live.draw(pipe), wanted) < 2e-2
+    assert live.rms(live.draw(pipe, steps=PATIENCE), wanted) < 2e-2
     assert {one.device.type for one in pipe.unet.parameters()} == {"cuda" if switch is None else "cpu", "meta"} - (
         {"meta"} if switch != "enable_sequential_cpu_offload" else {"cpu"}
     )
@@ -170,7 +180,7 @@ def test_models_of_a_pipeline_take_turns(sdxl_pipe, live, switch, monkeypatch):
 
 @pytest.mark.parametrize("weights", [None, "int4"])
 @torch.no_grad()
-def test_a_language_model_streams(weights):
+def test_a_language_model_streams(weights, tmp_path):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 8, "num_key_value_heads": 4}
@@ -191,6 +201,11 @@ def test_a_language_model_streams(weights):
         assert torch.equal(model.generate(ids, **call), wanted)
     assert streamed_model(model).streamed and not accel.report(model).fallbacks
     assert model.device == CARD
+    if weights is None:
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        model.save_pretrained(tmp_path)
+        assert torch.cuda.max_memory_allocated() - before < 2**23  # what stays on the card is not copied there first
     accel.restore(model)
     assert {one.device for one in model.parameters()} == {CARD}
 

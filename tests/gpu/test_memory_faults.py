@@ -157,4 +157,9 @@ def test_it_is_saved_and_a_lora_comes_later(streamed, tmp_path):
     wanted = [call(again) for _ in range(16)][-1]
     for _ in range(3):
         assert float((call(model) - wanted).abs().max()) <= 0.02 * float(wanted.abs().max())
+    for merge in ("fuse_lora", "unfuse_lora"):
+        for one in (model, again):
+            getattr(one, merge)()
+        wanted = call(again)
+        assert float((call(model) - wanted).abs().max()) <= 0.02 * float(wanted.abs().max())
     assert streamed_model(model).streamed

@@ -15,10 +15,20 @@ from accel.fusion.loop import PerThread
 from accel.libraries import generation
 from accel.libraries.attention import MASK
 from accel.libraries.cache import generating_cache, new_cache, own_cache
-from accel.libraries.generation import DECODING, GRIDS, PREPARE, UNFINISHED, GenerationMode, predictable, stock_methods
+from accel.libraries.generation import (
+    DECODING,
+    GRIDS,
+    PREPARE,
+    UNFINISHED,
+    GenerationMode,
+    predictable,
+    stock_methods,
+    with_growing_cache,
+)
 from accel.libraries.step_inputs import prepares_as_stock
 from accel.llm.generation.calling_convention import shows_all
 from accel.llm.generation.decoder import DecoderForward
+from accel.llm.generation.loop import handover
 from accel.llm.generation.loop.agreement import agree_on_tokens, agree_to_generate, digest, refuse_clocks
 from accel.llm.generation.loop.handover import Handover, Lookahead, asks_for_tokens_alone
 from accel.llm.generation.loop.token_loop import GenerateRequest
@@ -152,28 +162,47 @@ def prepare_cache(hook: GenerateHook, *args: Any, **kwargs: Any) -> Any:
     model_kwargs, config, mode = given["model_kwargs"], given["generation_config"], given.get("generation_mode")
     if forward.ranks is not None:
         agree_to_generate(forward.ranks, notes.digest, given["generation_mode"], config, hook.module.device)
-    result = hook.stock(*args, **kwargs)
-    try:
-        # A compiled forward in its place would trace the store's own code, so it is left the library's cache.
-        ours = vars(hook.module).get("forward") is forward
-        if forward.log.runs_stock_on_cpu((forward.embeddings(),), {}) or not ours:
-            return result
-        cache = theirs = generating_cache(model_kwargs)
-        if cache is None and mode in ONE_BY_ONE and config.use_cache and config.prefill_chunk_size is None:
-            cache = None if own_cache(hook.module) is None else new_cache(hook.module)  # as the model would
-        if cache is None or config.output_attentions or config.output_hidden_states:  # such calls run stock
-            return result
-        store = forward.adopt(cache, given.get("max_cache_length", 0))
-        if theirs is None:
-            model_kwargs[forward.cache_name] = cache
-    except Unfit:  # as the calls to come will tell
-        return result
-    if mode in ONE_BY_ONE and (not forward.one_by_one or shows_all(model_kwargs.get(MASK))):
+    one_by_one = mode in ONE_BY_ONE and asked is not None and asked.usual
+    alone = one_by_one and asks_for_tokens_alone(config, model_kwargs) and generating_cache(model_kwargs) is None
+    growing = with_growing_cache(config) if alone and _replays(forward) else None
+    result = hook.stock(*args, **kwargs) if growing is None else hook.stock(**given | {"generation_config": growing})
+    store = _adopted(hook, given)
+    if store is None and growing is not None:  # for stock's own code the cache that was asked for is the faster one
+        model_kwargs.pop(forward.cache_name, None)
+        return hook.stock(*args, **kwargs)
+    if store is not None and mode in ONE_BY_ONE and (not forward.one_by_one or shows_all(model_kwargs.get(MASK))):
         notes.known_store = weakref.ref(store)
         if asked is not None and asked.usual and asks_for_tokens_alone(config, model_kwargs):
             kept = model_kwargs | {"use_cache": config.use_cache}
             notes.request = GenerateRequest(config, kept, LogitsProcessorList(), asked.streamer)
     return result
+
+
+def _replays(forward: DecoderForward) -> bool:
+    """Whether steps come from graphs: these are faster than what stock compiles for a cache of fixed size."""
+    return forward.runner is not None and forward.module.device.type in handover.DEVICES and forward.mode() is None
+
+
+def _adopted(hook: GenerateHook, given: dict[str, Any]) -> Store | None:
+    """The store of the cache that stock has prepared; None where it goes on by itself, as the calls to come tell."""
+    forward, model_kwargs, config = hook.forward, given["model_kwargs"], given["generation_config"]
+    try:
+        # A compiled forward in its place would trace the store's own code, so it is left the library's cache.
+        ours = vars(hook.module).get("forward") is forward
+        if forward.log.runs_stock_on_cpu((forward.embeddings(),), {}) or not ours:
+            return None
+        cache = theirs = generating_cache(model_kwargs)
+        alone = given.get("generation_mode") in ONE_BY_ONE and config.prefill_chunk_size is None
+        if cache is None and alone and config.use_cache:
+            cache = None if own_cache(hook.module) is None else new_cache(hook.module)  # as the model would
+        if cache is None or config.output_attentions or config.output_hidden_states:  # such calls run stock
+            return None
+        store = forward.adopt(cache, given.get("max_cache_length", 0))
+    except Unfit:
+        return None
+    if theirs is None:
+        model_kwargs[forward.cache_name] = cache
+    return store
 
 
 def count_positions(hook: GenerateHook, *args: Any, **kwargs: Any) -> Any:

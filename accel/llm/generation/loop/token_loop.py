@@ -163,7 +163,9 @@ class TokenLoop(ABC):
                 ended = self._over(token.ids.shape[1]) or not goes_on
             else:
                 unfinished = token.unfinished & ~self.criteria(token.ids, None)
-                token, ended = token._replace(unfinished=unfinished), bool(unfinished.max() == 0)
+                # What was chosen may have been overwritten by a criterion, which is shown stock's own tensor too.
+                last = token.ids[:, -1:].clone(memory_format=torch.contiguous_format)
+                token, ended = token._replace(last=last, unfinished=unfinished), bool(unfinished.max() == 0)
                 self.look()
             if self.streamer is not None:
                 self.stream(chosen)

@@ -95,7 +95,7 @@ def nested(act) -> int:
 
 @pytest.mark.parametrize(
     ("act", "call"),
-    in_turn([None, rewrite, *ACTS.values()], [{}, {"do_sample": True, "eos_token_id": [5, 9, 11]}]),
+    in_turn([rewrite, None, *ACTS.values()], [{}, {"do_sample": True, "eos_token_id": [5, 9, 11]}]),
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_criteria_of_the_users_own(act, call, twins, ran):

@@ -136,6 +136,8 @@ class Own(LogitsProcessor):
         return scores * 1.5
 
 
+STATIC = {"cache_implementation": "static", "disable_compile": True}
+STATIC_LENGTH = "_previous_max_cache_length"  # of a model that has made a static cache
 ELSEWHERE = {
     "scores": {"output_scores": True, "return_dict_in_generate": True},
     "logits": {"output_logits": True, "return_dict_in_generate": True},
@@ -143,7 +145,9 @@ ELSEWHERE = {
     "beams": {"num_beams": 2},
     "lookup": {"prompt_lookup_num_tokens": 2, "lengths": (7,)},
     "no cache": {"use_cache": False},
-    "static": {"cache_implementation": "static", "disable_compile": True},
+    "a static cache that is returned": STATIC | {"return_dict_in_generate": True},
+    "a static cache and hidden states": STATIC | {"output_hidden_states": True},
+    "a static cache and an argument": STATIC | {"token_type_ids": "ones"},
     "a processor": {"logits_processor": LogitsProcessorList([Own()])},
     "words": {"no_repeat_ngram_size": 3},
     "an argument": {"token_type_ids": "ones"},
@@ -151,14 +155,26 @@ ELSEWHERE = {
 }
 
 
-@pytest.mark.parametrize("name", always(ELSEWHERE, "another device"))
+@pytest.mark.parametrize("name", always(ELSEWHERE, "another device", "a static cache and hidden states"))
 def test_stocks_own_loop(name, pair_of, twins, ran, monkeypatch):
     if name == "another device":
         monkeypatch.setattr(handover, "DEVICES", ())
-    ours, stock = pair_of("gpt2") if name == "an argument" else twins()  # calls that fall back are counted
+    ours, stock = (
+        pair_of("gpt2") if "token_type_ids" in ELSEWHERE[name] else twins()
+    )  # calls that fall back are counted
     call = {key: torch.ones(2, 7).long() if value == "ones" else value for key, value in ELSEWHERE[name].items()}
     same(followed_by_numbers(ours, **call), followed_by_numbers(stock, **call))
     assert ran == [0, 0]
+    assert vars(ours).get(STATIC_LENGTH) == vars(stock).get(STATIC_LENGTH)
+
+
+@pytest.mark.parametrize("drawn", [False, True])
+def test_in_place_of_a_static_cache_that_nobody_sees(drawn, twins, ran):
+    """Stock compiles the forward for one; graphs need none."""
+    ours, stock = twins()
+    same(followed_by_numbers(ours, do_sample=drawn, **STATIC), followed_by_numbers(stock, do_sample=drawn, **STATIC))
+    assert ran[0] == 1 and not accel.report(ours).fallbacks
+    assert STATIC_LENGTH in vars(stock) and STATIC_LENGTH not in vars(ours)
 
 
 def test_a_decoding_method_of_the_users_own(pair_of, ran):
