@@ -15,6 +15,7 @@ from accel.libraries.cache import ENCODED, MASK, encoded
 from accel.libraries.generation import (
     AS_IMPORTED,
     BEAMS,
+    CACHE,
     FALLBACK,
     FOR_OTHER_LOOPS,
     LOOP,
@@ -23,7 +24,9 @@ from accel.libraries.generation import (
     called_by_speech_pipeline,
     decoding_method,
     merged_config,
+    with_growing_cache,
 )
+from accel.llm.generation.loop import handover
 from accel.llm.generation.loop.hooks import GenerateCall, GenerateHook
 from accel.patching.fast_forward import as_written
 from accel.patching.rule import Patch
@@ -188,7 +191,17 @@ def split_rows(hook: GenerateHook, *args: Any, **kwargs: Any) -> Any:
     return sequences, rows
 
 
-HOOKS = {"generate": generate, FALLBACK: with_fallback, SPLIT: split_rows}
+def prepare_cache(hook: GenerateHook, *args: Any, **kwargs: Any) -> Any:
+    """Has the usual cache made in place of one of fixed size that nobody sees: for this steps come from graphs."""
+    forward, given = hook.forward, hook.arguments(args, kwargs)
+    replays = forward.runner is not None and hook.module.device.type in handover.DEVICES and forward.mode() is None
+    growing = None
+    if hook.notes.plain and replays and not forward.declined:
+        growing = with_growing_cache(given["generation_config"])
+    return hook.stock(*args, **kwargs) if growing is None else hook.stock(**given | {"generation_config": growing})
+
+
+HOOKS = {"generate": generate, FALLBACK: with_fallback, SPLIT: split_rows, CACHE: prepare_cache}
 
 
 def generate_patches(forward: Seq2SeqForward) -> list[Patch]:

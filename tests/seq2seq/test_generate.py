@@ -13,6 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import accel
 from accel.cuda_graphs.fingerprint import Fingerprint
 from accel.libraries.cache import DynamicLayer, cache_argument, cache_of, encoded
+from accel.llm.generation.loop import handover
 from accel.llm.runtime.lm_head import StepHeadForward
 from accel.seq2seq.beams import BeamLoop
 from accel.seq2seq.decoder import Seq2SeqForward
@@ -47,9 +48,11 @@ def test_tokens_are_those_of_stock(family, steps, attended, monkeypatch):
     model, stock = optimized(family)
     ran, loops = steps(), noted(monkeypatch, MemoryLoop, "run", lambda loop: loop.fused)
     heads = noted(monkeypatch, StepHeadForward, "fast", lambda head, x: x.shape[0])
+    monkeypatch.setattr(handover, "DEVICES", ("cpu",))
     begun = 9 if family == "M2M100" else 12
     ours = [
         (source(family), options(), 2, 10),
+        (source(family), options(cache_implementation="static", disable_compile=True), 2, 10),
         (source(family, masked=False), options(), 2, 10),
         (source(family, length=70), options(num_beams=4), 8, 10),
         (source(family, rows=1), options(num_beams=3), 3, 10),
@@ -65,7 +68,7 @@ def test_tokens_are_those_of_stock(family, steps, attended, monkeypatch):
         heads.clear()
         assert_same(model, stock, call, chosen)
         assert ran == heads == [rows] * count and attended == [False, True] * LAYERS * count, (list(call), chosen)
-    assert not fallbacks(model) and loops == [True] * 5
+    assert not fallbacks(model) and loops == [True] * 6
 
 
 @pytest.mark.turns(2)

@@ -10,6 +10,7 @@ from transformers.generation.logits_process import WhisperTimeStampLogitsProcess
 from transformers.modeling_outputs import BaseModelOutput
 
 import accel
+from accel.llm.generation.loop import handover
 from accel.seq2seq.decoder import Seq2SeqForward
 from accel.seq2seq.late_check import LateStopCheck
 from accel.seq2seq.memory_loop import MemoryLoop
@@ -51,6 +52,7 @@ CALLS = {
     "the language is found": ONCE,
     "languages": {"language": ["en", "de", "en"], "task": "translate"},
     "timestamps": TIMED,
+    "a static cache": TIMED | {"cache_implementation": "static", "disable_compile": True},
     "beams": TIMED | {"num_beams": 3},
     "prompt": ENGLISH_TEXT | BEFORE,
     "prompt and timestamps": TIMED | BEFORE,
@@ -80,6 +82,7 @@ CALLS = {
 @pytest.mark.parametrize("name", CALLS)
 def test_a_call_gives_what_stock_gives(name, models, monkeypatch):
     ours, stock = models
+    monkeypatch.setattr(handover, "DEVICES", ("cpu",))
     wanted = called(stock, CALLS[name])
     ran = noted(monkeypatch, Seq2SeqForward, "step", lambda *_: 1)
     late = noted(monkeypatch, LateStopCheck, "finish", lambda check: check.steps)
