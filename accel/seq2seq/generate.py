@@ -191,7 +191,7 @@ def split_rows(hook: GenerateHook, *args: Any, **kwargs: Any) -> Any:
     return sequences, rows
 
 
-def prepare_cache(hook: GenerateHook, *args: Any, **kwargs: Any) -> Any:
+def growing_cache(hook: GenerateHook, *args: Any, **kwargs: Any) -> Any:
     """Has the usual cache made in place of one of fixed size that nobody sees: for this steps come from graphs."""
     forward, given = hook.forward, hook.arguments(args, kwargs)
     replays = forward.runner is not None and hook.module.device.type in handover.DEVICES and forward.mode() is None
@@ -201,7 +201,7 @@ def prepare_cache(hook: GenerateHook, *args: Any, **kwargs: Any) -> Any:
     return hook.stock(*args, **kwargs) if growing is None else hook.stock(**given | {"generation_config": growing})
 
 
-HOOKS = {"generate": generate, FALLBACK: with_fallback, SPLIT: split_rows, CACHE: prepare_cache}
+HOOKS = {"generate": generate, FALLBACK: with_fallback, SPLIT: split_rows, CACHE: growing_cache}
 
 
 def generate_patches(forward: Seq2SeqForward) -> list[Patch]:
