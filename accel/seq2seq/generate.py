@@ -193,12 +193,11 @@ def split_rows(hook: GenerateHook, *args: Any, **kwargs: Any) -> Any:
 
 def growing_cache(hook: GenerateHook, *args: Any, **kwargs: Any) -> Any:
     """Has the usual cache made in place of one of fixed size that nobody sees: for this steps come from graphs."""
-    forward, given = hook.forward, hook.arguments(args, kwargs)
+    forward, config = hook.forward, hook.arguments(args, kwargs).get("generation_config")
     replays = forward.runner is not None and hook.module.device.type in handover.DEVICES and forward.mode() is None
-    growing = None
-    if hook.notes.plain and replays and not forward.declined:
-        growing = with_growing_cache(given["generation_config"])
-    return hook.stock(*args, **kwargs) if growing is None else hook.stock(**given | {"generation_config": growing})
+    if config is None or not (hook.notes.plain and replays) or forward.declined:
+        return hook.stock(*args, **kwargs)
+    return hook.stock_with(args, kwargs, generation_config=with_growing_cache(config) or config)
 
 
 HOOKS = {"generate": generate, FALLBACK: with_fallback, SPLIT: split_rows, CACHE: growing_cache}

@@ -117,7 +117,7 @@ def test_several_words_a_step(name, pair_of):
             return {"logits": shown(torch.cat(pieces, 1), mask if given else None)}
 
         both(pair_of(name), call)
-        if not given:
+        if not given and name != "bamba":  # whose mask is its own then, as if each piece began a text: stock's too
             same(call(pair_of(name)[0]), {"logits": whole[False]})
 
 

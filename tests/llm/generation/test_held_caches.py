@@ -110,8 +110,9 @@ def test_a_compiler_is_handed_the_librarys_cache(name, gradients, pair_of):
             assert type(layer) is type(its) and vars(layer).keys() == vars(its).keys(), how
             same({"keys": layer.keys, "values": layer.values}, {"keys": its.keys, "values": its.values})
         if not gradients:
+            kept = all(layer.keys.shape[2] == layer.get_seq_length() for layer in wanted.layers)
             same(flat(ours(words, past_key_values=held).logits), flat(stock(words, past_key_values=wanted).logits))
-            assert isinstance(held.layers[0], StoreLayer), how
+            assert isinstance(held.layers[0], StoreLayer) == kept, how  # what a window has dropped is in no cache
     torch.compiler.reset()
 
 

@@ -14,7 +14,7 @@ from accel.fusion.host_numbers import FEW, HostNumbers
 from accel.fusion.loop import PerThread
 from accel.libraries import generation
 from accel.libraries.attention import MASK
-from accel.libraries.cache import generating_cache, new_cache, own_cache
+from accel.libraries.cache import NAMES, generating_cache, new_cache, own_cache
 from accel.libraries.generation import (
     DECODING,
     GRIDS,
@@ -111,6 +111,12 @@ class MethodHook(InstanceMethod):
     def arguments(self, args: tuple, kwargs: dict) -> dict:
         return self.__signature__.bind(*args, **kwargs).arguments
 
+    def stock_with(self, args: tuple, kwargs: dict, **others: Any) -> Any:
+        """What `stock` gives with other values of these arguments."""
+        bound = self.__signature__.bind(*args, **kwargs)
+        bound.arguments.update(others)
+        return self.stock(*bound.args, **bound.kwargs)
+
 
 class GenerateHook(MethodHook):
     """A method that generate() calls; those of one model share what they know of the call.
@@ -162,17 +168,19 @@ def prepare_cache(hook: GenerateHook, *args: Any, **kwargs: Any) -> Any:
     model_kwargs, config, mode = given["model_kwargs"], given["generation_config"], given.get("generation_mode")
     if forward.ranks is not None:
         agree_to_generate(forward.ranks, notes.digest, given["generation_mode"], config, hook.module.device)
-    one_by_one = mode in ONE_BY_ONE and asked is not None and asked.usual
-    alone = one_by_one and asks_for_tokens_alone(config, model_kwargs) and generating_cache(model_kwargs) is None
-    growing = with_growing_cache(config) if alone and _replays(forward) else None
-    result = hook.stock(*args, **kwargs) if growing is None else hook.stock(**given | {"generation_config": growing})
+    follows = mode in ONE_BY_ONE and (not forward.one_by_one or shows_all(model_kwargs.get(MASK)))
+    usual = follows and asked is not None and asked.usual
+    unseen = usual and asks_for_tokens_alone(config, model_kwargs) and generating_cache(model_kwargs) is None
+    growing = with_growing_cache(config) if unseen and _replays(forward) else None
+    result = hook.stock_with(args, kwargs, generation_config=config if growing is None else growing)
     store = _adopted(hook, given)
     if store is None and growing is not None:  # for stock's own code the cache that was asked for is the faster one
-        model_kwargs.pop(forward.cache_name, None)
+        for name in NAMES:
+            model_kwargs.pop(name, None)
         return hook.stock(*args, **kwargs)
-    if store is not None and mode in ONE_BY_ONE and (not forward.one_by_one or shows_all(model_kwargs.get(MASK))):
+    if store is not None and follows:
         notes.known_store = weakref.ref(store)
-        if asked is not None and asked.usual and asks_for_tokens_alone(config, model_kwargs):
+        if usual and asks_for_tokens_alone(config, model_kwargs):
             kept = model_kwargs | {"use_cache": config.use_cache}
             notes.request = GenerateRequest(config, kept, LogitsProcessorList(), asked.streamer)
     return result
