@@ -77,10 +77,11 @@ def views(slots: Iterable[Slot], whole: torch.Tensor, apart: bool = False) -> It
     writes of them; of others stock makes copies to save them. apart: on a GPU too, where a storage takes 12 us.
     """
     typed: dict[tuple, torch.Tensor] = {}
+    apart = apart or whole.device.type == "cpu"
     for slot in slots:
-        start, end = slot.run if apart or whole.device.type == "cpu" else (0, whole.nbytes)
+        start, end = slot.run if apart else (0, whole.nbytes)
         if (numbers := typed.get((slot.dtype, start, end))) is None:
-            held = _by_itself(whole, start, end) if (start, end) != (0, whole.nbytes) else whole
+            held = _by_itself(whole, start, end) if apart else whole
             numbers = typed[slot.dtype, start, end] = held.view(slot.dtype)
         place = numbers.storage_offset() + (slot.start - start) // numbers.itemsize
         yield slot, numbers.as_strided(slot.shape, slot.stride, place)

@@ -26,6 +26,7 @@ from accel.errors import Refused
 from accel.offload.blocks import nbytes, sizes_of
 from accel.offload.budget import Budget
 from accel.offload.call_hooks import streamed_model as streamed
+from accel.offload.layout import Layout
 from accel.offload.memory import HostBuffer
 from accel.offload.piece import PlacedWeights
 from accel.offload.ring import Ring
@@ -250,6 +251,12 @@ def test_it_is_saved_as_it_is_and_what_changes_shape_in_place_is_seen(tmp_path):
     wanted, twin = weight.clone(), copy.deepcopy(model)
     accel.restore(twin)
     assert float((call(model) - call(twin)).abs().max()) < 1e-5 and torch.equal(weight, wanted)
+
+
+def test_a_lone_weight_is_saved_without_its_neighbors():
+    weight = torch.nn.Parameter(torch.ones(64))
+    PlacedWeights("", Layout([weight]), HostBuffer(2**16), 1024)
+    assert weight.untyped_storage().nbytes() == weight.nbytes and bool((weight == 1).all())
 
 
 @torch.no_grad()
