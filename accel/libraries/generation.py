@@ -25,6 +25,7 @@ POSITIONS = "_prepare_position_ids_for_generation"
 CACHE, PROCESSORS, CRITERIA = "_prepare_cache_for_generation", "_get_logits_processor", "_get_stopping_criteria"
 LOOP, DECODING, UNFINISHED = "_sample", "_optimize_model_for_decode", "_has_unfinished_sequences"
 BEAMS = "_beam_search"  # in place of LOOP
+COMPILES = "_can_compile_fullgraph"  # an attribute of a class of models
 REORDER = "_reorder_cache"  # of a model that has a way of its own to put its cache in order
 # What encodes pictures before the prompt is read, and the argument by which the model is given what came out.
 ENCODE, ENCODED = "_maybe_prepare_encoder_kwargs_for_generation", "mm_encoder_outputs"
@@ -87,13 +88,16 @@ def merged_config(model: PreTrainedModel, given: dict[str, Any]) -> GenerationCo
     return own
 
 
-def with_growing_cache(config: GenerationConfig) -> GenerationConfig | None:
+def with_growing_cache(model: PreTrainedModel, config: GenerationConfig) -> GenerationConfig | None:
     """The same call with stock's usual cache; None unless it is made with one of fixed size, which nobody gets to see.
 
-    generate() compiles the forward for such a cache, and returns it where a dictionary is asked for.
+    generate() compiles the forward for such a cache, and returns it where a dictionary is asked for. With models of
+    which their class does not say that they compile, it may give other tokens.
     """
     asked = config.cache_implementation
     if asked not in FIXED_CACHES or "offloaded" in asked or config.return_dict_in_generate:
+        return None
+    if not getattr(type(model), COMPILES, False):
         return None
     found = copy.copy(config)
     found.cache_implementation = None

@@ -197,7 +197,7 @@ def growing_cache(hook: GenerateHook, *args: Any, **kwargs: Any) -> Any:
     replays = forward.runner is not None and hook.module.device.type in handover.DEVICES and forward.mode() is None
     if config is None or not (hook.notes.plain and replays) or forward.declined:
         return hook.stock(*args, **kwargs)
-    return hook.stock_with(args, kwargs, generation_config=with_growing_cache(config) or config)
+    return hook.stock_with(args, kwargs, generation_config=with_growing_cache(hook.module, config) or config)
 
 
 HOOKS = {"generate": generate, FALLBACK: with_fallback, SPLIT: split_rows, CACHE: growing_cache}

@@ -171,7 +171,7 @@ def prepare_cache(hook: GenerateHook, *args: Any, **kwargs: Any) -> Any:
     follows = mode in ONE_BY_ONE and (not forward.one_by_one or shows_all(model_kwargs.get(MASK)))
     usual = follows and asked is not None and asked.usual
     unseen = usual and asks_for_tokens_alone(config, model_kwargs) and generating_cache(model_kwargs) is None
-    growing = with_growing_cache(config) if unseen and _replays(forward) else None
+    growing = with_growing_cache(hook.module, config) if unseen and _replays(forward) else None
     result = hook.stock_with(args, kwargs, generation_config=config if growing is None else growing)
     store = _adopted(hook, given)
     if store is None and growing is not None:  # for stock's own code the cache that was asked for is the faster one

@@ -179,6 +179,14 @@ def test_in_place_of_a_static_cache_that_nobody_sees(drawn, twins, ran):
     assert STATIC_LENGTH in vars(stock) and STATIC_LENGTH not in vars(ours)
 
 
+def test_a_static_cache_of_a_model_that_stock_does_not_compile(pair_of, ran):
+    """GPT-Neo's tokens are others with it."""
+    ours, stock = pair_of("gpt-neo")
+    found = followed_by_numbers(stock, **STATIC)
+    same(followed_by_numbers(ours, **STATIC), found)
+    assert ran == [0, 0] and not torch.equal(found["sequences"], followed_by_numbers(stock)["sequences"])
+
+
 def test_a_decoding_method_of_the_users_own(pair_of, ran):
     """It may ask the model what stock's loop asks, and is never taken for it."""
 
