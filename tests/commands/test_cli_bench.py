@@ -171,7 +171,7 @@ def few_tokens(monkeypatch):
         monkeypatch.setattr(f"accel.bench.adapters.{name}", few)
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 def test_bench_adapters_writes_json(tmp_path, few_tokens):
     pytest.importorskip("peft")
     asked = ("tiny-text", "--ranks", "4", "--counts", "2", "--rows", "4", "--budget", "0.05")

@@ -16,7 +16,7 @@ from support.command_line import run_command
 PART = "minimax_m3_vl_text"
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 def test_three_kinds_of_layers(tmp_path):
     """Attention alone, a kind that is not known between others, and no cache."""
     page = tmp_path / "page.md"

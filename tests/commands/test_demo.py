@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 STOCK = ("", ON_CPU, "skipped", "runs stock there")
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 def test_the_command_draws_ten_digits_twice_and_continues_a_prompt(tmp_path):
     out = tmp_path / "digits.png"
     runner = CliRunner(env={"TERM": "dumb", "COLUMNS": "120"})

@@ -98,7 +98,7 @@ def test_ray_serve(run):
     assert len(re.findall(r"^I am s.+\.$", printed, re.M)) == 16  # Ray prints beside
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 def test_image_to_image(run, tmp_path):
     printed = run("image_to_image.py")
     assert int(re.search(r"from the new pipeline: (\d+)", printed)[1]) > 50

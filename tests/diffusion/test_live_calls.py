@@ -149,7 +149,7 @@ def held() -> tuple[int, int]:
     return len(objects), sum(t.untyped_storage().nbytes() for t in objects if type(t) is torch.Tensor)
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 def test_many_calls_of_eight_sizes_hold_nothing(tiny, few_objects):
     model = tiny.unet()
     sizes = [tiny.inputs(model, height=4 + 4 * (i % 4), width=4 + 4 * (i // 4)) for i in range(8)]

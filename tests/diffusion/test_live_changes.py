@@ -168,7 +168,7 @@ def test_compiled_blocks_inside_an_optimized_unet(sdxl_pipe, live):
     torch.compiler.reset()
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 def test_two_pipelines_with_one_unet_optimized_and_restored_by_either(pipe, live):
     other = live.second_pipeline(pipe, None)
     stock = [live.draw(p) for p in (pipe, other)]

@@ -118,7 +118,7 @@ def test_an_error_in_the_middle_of_the_loop_alone_fails_the_whole_image(pipe, mo
     assert not quality.passed and quality.verdict.startswith("FAILED: relative RMS from stock")
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 def test_drift_is_measured_where_it_can_be_seen(pipe):
     accel.optimize(pipe.to(torch.bfloat16))
     quality = accel.verify(pipe, PROMPT, num_inference_steps=12, guidance_scale=15.0)

@@ -62,6 +62,7 @@ def made(streaming, monkeypatch):
 
 @pytest.mark.parametrize("row", ROWS)
 @torch.no_grad()
+@pytest.mark.turns(2)
 def test_answers_are_those_without_a_budget(row, made, monkeypatch):
     model, stock, held, stored = made(row)
     prompts = [prompt(1, length, length)[0].tolist() for length in (19, 1, 33, 7)]
@@ -84,6 +85,7 @@ def test_answers_are_those_without_a_budget(row, made, monkeypatch):
 
 
 @torch.no_grad()
+@pytest.mark.turns(2)
 def test_what_comes_to_stream_while_a_model_is_tried_is_told_of_its_calls(made):
     model, _, held, _ = made("on the card")
     for _ in range(2):
@@ -99,6 +101,7 @@ def test_what_comes_to_stream_while_a_model_is_tried_is_told_of_its_calls(made):
 
 
 @torch.no_grad()
+@pytest.mark.turns(2)
 def test_prompts_have_adapters_of_their_own(made, monkeypatch):
     """Between calls these are on another device than the weights that stream."""
     model, stock, held, _ = made("streaming")
@@ -124,6 +127,7 @@ def test_prompts_have_adapters_of_their_own(made, monkeypatch):
 
 
 @torch.no_grad()
+@pytest.mark.turns(2)
 def test_stock_keeps_within_the_budget_too(made, monkeypatch):
     """Where a model cannot be batched; its own share would be of all that is free."""
     model, stock, held, _ = made("streaming")

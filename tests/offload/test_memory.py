@@ -138,6 +138,7 @@ def test_guards_of_layers_see_nothing_of_a_budget(name):
 
 
 @torch.no_grad()
+@pytest.mark.turns(2)
 def test_an_encoder_that_generate_calls_finds_its_blocks_on_the_way(monkeypatch):
     """And the decoder its own, in each step."""
     model, call = t5()
@@ -249,6 +250,7 @@ def test_a_part_called_by_itself_is_a_call(name):
 
 
 @torch.no_grad()
+@pytest.mark.turns(2)
 def test_models_of_a_pipeline_take_turns(sdxl_pipe, live, monkeypatch):
     monkeypatch.setattr(tiling, "PLANES", 0)  # what tiles would change
     twin, before = copy.deepcopy(sdxl_pipe), stored(sdxl_pipe.unet)

@@ -13,6 +13,7 @@ from support.noted import noted
 from support.objects.seq2seq import assert_same, fallbacks, generated, optimized, options, source
 
 
+@pytest.mark.turns(2)
 def test_beams_of_a_text_share_what_the_encoder_gave_and_the_memory_is_told_and_freed(family):
     model, stock = optimized(family)
     returned = {"return_dict_in_generate": True, "output_scores": True}

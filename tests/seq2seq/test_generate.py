@@ -183,7 +183,7 @@ def test_more_tokens_than_there_is_room_for(family, steps):
     assert len(ran) == 150 and not fallbacks(model)
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 def test_a_step_that_is_written_down_once_serves_every_text(family, monkeypatch):
     """As a CUDA graph does: of a step only its operations are kept, and what they are given."""
     model, stock = optimized(family)

@@ -252,7 +252,7 @@ def one_of_each(model):
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.share(180)
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 @torch.no_grad()
 def test_a_changed_module_inside_a_block_is_noticed(name, change):
     stock, call = MODELS[name](name)

@@ -20,7 +20,7 @@ def close(a, b):
 
 
 @pytest.mark.parametrize(("name", "model"), [("tiny-sd-digits", "unet"), ("tiny-dit-digits", "transformer")])
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 def test_a_pipeline_draws_what_one_process_draws(ranks, name, model):
     both = ranks.run(told_to.draw, name, model)
     for rank, found in enumerate(both):
@@ -66,7 +66,7 @@ def test_noise_that_a_scheduler_draws_is_of_one_seed(ranks):
         assert "one seed" in found["refused"]
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 def test_arguments_of_many_kinds_are_divided(ranks):
     for found in ranks.run(told_to.unets):
         for name, (off, rows, told) in found.items():

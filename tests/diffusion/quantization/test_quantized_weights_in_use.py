@@ -163,7 +163,7 @@ def test_digits_stay_the_same(chosen, told, pipe, digits, ten_digits, stock_digi
 
 @pytest.mark.parametrize(("pipeline", "activations"), [("pipe", None), ("pipe", "int8"), ("dit", "int8")])
 @pytest.mark.share(2)
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 def test_verify_judges_the_model_and_tells_the_rest(request, pipeline, activations, monkeypatch):
     pipe, name = request.getfixturevalue(pipeline), "unet" if pipeline == "pipe" else "transformer"
     accel.optimize(pipe, weights="int8", activations=activations)

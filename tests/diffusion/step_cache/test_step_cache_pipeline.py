@@ -131,7 +131,7 @@ def test_every_call_of_the_pipeline_starts_anew(pipe):
         same(image, one_step(stock, latent))
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 def test_loops_that_nobody_announces(pipe):
     """Of the UNet alone, and of a pipeline that was made from an optimized one."""
     from diffusers import StableDiffusionImg2ImgPipeline

@@ -52,7 +52,7 @@ def test_the_report_and_verify_call_it_lossy(pipeline):
 
 @pytest.mark.parametrize(("steps", "seeds"), [(10, (0,)), pytest.param(50, (0, 1), marks=pytest.mark.skipif(
     not EVERYTHING, reason="seconds of work; ACCEL_TEST_EVERYTHING=1 runs it"))])  # fmt: skip
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 def test_a_quality_finds_the_longest_interval_that_keeps_it(dit, pipe, monkeypatch, steps, seeds):
     """By as many images and steps as are compared here; of a UNet with all that a user gets."""
     pipe, least = (pipe, 36) if steps == 50 else (dit, 20)

@@ -128,7 +128,7 @@ print("compiled")
 """
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 def test_both_compile_for_gpus_with_wide_moves(tmp_path: Path):
     assert "compiled" in in_a_process(CHECK, tmp_path)
 

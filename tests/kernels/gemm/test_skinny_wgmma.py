@@ -275,7 +275,7 @@ print("registers")
 """
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 def test_between_the_products_nothing_passes_through_shared_memory(tmp_path):
     many = "all" if EVERYTHING else "some"  # each format, with a gate and without, few rows and many
     assert in_a_process(CHECK, tmp_path, many).strip() == "registers"

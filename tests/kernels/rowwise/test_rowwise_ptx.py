@@ -44,6 +44,6 @@ for launch in (*found[:-3], *found[-2:]):
 """
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 def test_rows_are_read_and_written_in_16_bytes(tmp_path: Path):
     assert len(in_a_process(CHECK, tmp_path).split()) == 7

@@ -227,7 +227,7 @@ def test_what_else_a_deep_model_takes_is_found_by_the_same_bound(deep, monkeypat
                 assert not arguments._agrees(deep, pieces), error
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 def test_some_layers_of_a_deep_model(monkeypatch):
     def model():
         kinds = [[["global"], LAYERS]]

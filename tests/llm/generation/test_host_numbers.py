@@ -56,7 +56,7 @@ def test_nothing_is_known_of_what_was_changed(there, change):
             grid.tolist()
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 def test_a_prompt_with_a_picture_is_counted_on_the_host(monkeypatch):
     """Of what the tower gives and what the prompt holds; the host's numbers are copies here too."""
     read = []

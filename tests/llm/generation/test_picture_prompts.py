@@ -26,7 +26,7 @@ def pair(name: str):
 @pytest.mark.parametrize(
     ("name", "stretches"), [("qwen2.5-vl", 1), ("qwen3-vl", 2), ("lfm2-vl", 1), ("gemma3", 0), ("gemma4-shared", 1)]
 )
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 def test_layers_run_together(name, stretches):
     """The first call shows what stands between them. Masks by which tokens see each other stay without a graph."""
     model, stock, image = pair(name)

@@ -44,7 +44,7 @@ def growth(call, times: int = 3) -> tuple[int, int]:
     return tuple(min(after[i] - before[i] for before, after in itertools.pairwise(sizes)) for i in range(2))
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 def test_many_calls_of_random_lengths_are_right_and_hold_nothing(pair, few_objects):
     ours, stock = pair("llama")
     for ids, mask, call in random_calls(20, 0, WAYS, 20, 4, 12):

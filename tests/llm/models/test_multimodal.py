@@ -88,7 +88,7 @@ def test_text_and_image(name, steps, tower):
     assert torch.equal(*(model(**image).logits for model in (ours, stock)))
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("name", ["qwen2.5-vl", "paligemma", "gemma3"])
 def test_other_ways_of_writing_after_an_image(name):
     ours, stock, text, image = pair(name)
@@ -204,7 +204,7 @@ def test_parts_of_positions_that_are_alike_are_one(monkeypatch):
     assert len(ran) == NEW
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 def test_what_generate_leaves_in_the_model_changes_nothing():
     """Layers stay bound to their weights, as graphs would stay captured."""
     ours, _, text, image = pair("qwen2-vl")

@@ -125,7 +125,7 @@ def test_the_first_rank_alone_gets_requests(ranks, saved_model):
     assert not other["running"] and other["fatal"] is None and other["steps"] > 6
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 def test_a_pause_of_the_first_rank_holds_all(ranks, saved_model):
     folder, stock = saved_model("llama")
     leader, _ = ranks.run(batches.live, folder, "paused", None)

@@ -190,7 +190,7 @@ def test_a_rank_that_dies_ends_the_others(faulty, saved_model):
     assert faulty.exit_codes() == [0, faults.DEAD]
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 def test_an_interrupt_of_one_rank_is_no_wrong_text_for_the_others(faulty, saved_model):
     zero, one = faulty.outcomes(faults.in_generate, saved_model("llama")[0], "interrupted", (0,))
     assert zero[0][0] == "KeyboardInterrupt" and one[0][0].startswith("RanksApart")

@@ -107,6 +107,7 @@ def test_positions_that_are_counted_by_what_the_cache_holds(on_host):
     write_alike(ours, stock, LONG)
 
 
+@pytest.mark.turns(2)
 def test_factors_that_layers_are_given_and_a_gate_with_a_bias(monkeypatch):
     """As Beam, but for its residuals, which have factors of their own."""
     beam = pytest.importorskip("transformers.models.beam.modeling_beam")

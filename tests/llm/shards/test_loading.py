@@ -102,6 +102,7 @@ def test_a_rank_needs_no_files_but_its_own(rank_pool, divided, tmp_path):
     assert rank_pool(2).run(shards.differing, str(whole), str(tmp_path / "host-{}"), 2) == [[], []]
 
 
+@pytest.mark.turns(2)
 def test_another_number_of_processes(rank_pool, divided):
     _, _, parts = divided("llama", 2)
     with pytest.raises(ValueError, match="divided among 2 ranks, and this is one process: .* --nproc-per-node 2"):

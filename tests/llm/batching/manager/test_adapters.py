@@ -57,7 +57,7 @@ def test_each_prompt_has_its_adapter(adapted):
     assert not accel.report(ours).fallbacks
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 def test_what_is_stored_is_not_found_once_an_adapter_has_changed(adapted):
     stock, ours = map(copy.deepcopy, adapted)
     [prompt] = prompts_of([100], VOCAB)
