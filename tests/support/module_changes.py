@@ -9,7 +9,16 @@ from torch import nn
 
 from accel.patching.fast_forward import FastForward
 
-REFUSALS = (AssertionError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)  # of stock
+REFUSALS = (
+    UnboundLocalError,
+    AssertionError,
+    AttributeError,
+    IndexError,
+    KeyError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)  # of stock
 WORDS = {"none": "tanh", "tanh": "none", "zeros": "circular", "default": "scale_shift"}  # that stock's code knows
 Changes = Iterable[AbstractContextManager]
 

@@ -24,7 +24,7 @@ from accel.patching.fast_forward import FastForward, Kernels
 from accel.patching.guard import Parts, changed_since, plain_settings
 from accel.patching.probe import example
 from accel.patching.rule import Context, Match, Site, Skip, foreign_forward
-from accel.patching.structure import hooked, meta_weights, side_effects
+from accel.patching.structure import foreign_hooks, hooked, meta_weights, side_effects, tampered
 from accel.quantization.experts import stock_parameters
 from accel.quantization.module import QuantizedLinear
 from accel.tolerances import SHARES, bound
@@ -57,22 +57,25 @@ class ScaledInputsForward(FastForward):
         acts = [one for one in self.module.modules() if not one._modules and not one._parameters]
         router, stacks = (getattr(self.module, name) for name in self.children[:2])
         kind: type[nn.Module] = type(router)
-        unhooked = kind.__new__(kind)  # hooks on the router itself are no reason
+        unhooked = kind.__new__(kind)  # hooks of the library's on the router are no reason
         nn.Module.__init__(unhooked)
-        return Parts((self.module, stacks, *acts), (unhooked,))
+        shared = () if self.mlp is None else (getattr(self.module, self.children[2]),)
+        return Parts((self.module, stacks, *shared, *acts), (unhooked,))
 
     def unfit(self, *args: Any, **kwargs: Any) -> str | None:
-        given = (*args, *kwargs.values())
-        if plain_settings(getattr(self.module, self.children[0])) != self.routing:
+        given, router = (*args, *kwargs.values()), getattr(self.module, self.children[0])
+        if plain_settings(router) != self.routing:
             return changed_since("its router")
+        # Its shares are computed again here, from its logits alone.
+        if (reason := "forward hooks" if foreign_hooks(router) else tampered(router, known_hooks=True)) is not None:
+            return f"its router has {reason}"
         return None if len(given) == 1 and type(given[0]) is torch.Tensor else "something else than one tensor"
 
     def fast(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         given: torch.Tensor = next(iter((*args, *kwargs.values())))
         x = given.reshape(-1, given.shape[-1]).contiguous()
         router, stacks = (getattr(self.module, name) for name in self.children[:2])
-        plain = not hooked(router) and "forward" not in vars(router)
-        logits = product_for(self.kernels, x)(x, router.weight, router.bias) if plain else router(x)[1]
+        logits = router(x)[1] if hooked(router) else product_for(self.kernels, x)(x, router.weight, router.bias)
         index, shares = self.kernels.route(logits, Routing(self.chosen, "sigmoid"))
         scaled = (x.unsqueeze(1) * shares.unsqueeze(2)).flatten(0, 1)
         weights = self.formula.weights(stacks)

@@ -32,6 +32,7 @@ CALLED = {
     "qwen3.5-moe-attention",
     "granite-hybrid",
     "llama4",
+    "minimax",
 }  # experts are called
 FAST = [family for family in FAMILIES if family.expected == "fast"]
 EACH = 1 if EVERYTHING else 3  # of so many families one
@@ -70,8 +71,10 @@ def test_a_multiplier_of_the_residual_close_to_one_is_not_one(multiplier):
 @pytest.mark.turns(2)
 def test_formulas_are_the_same_in_the_coarsest_precision(family):
     """Experts have no linear layer to be made loud: beside a loud attention, rounding hides what they add."""
-    coarse = repr(specs(family.name, torch.bfloat16)).replace("wide=True", "wide=False")  # which shows in no other
-    assert coarse == repr(specs(family.name))
+    coarse, fine = (repr(specs(family.name, dtype)) for dtype in (torch.bfloat16, torch.float32))
+    for shows_in_one in ("wide", "rounded"):
+        coarse, fine = (one.replace(f"{shows_in_one}=True", f"{shows_in_one}=False") for one in (coarse, fine))
+    assert coarse == fine
 
 
 @pytest.mark.turns(2)

@@ -91,12 +91,12 @@ def with_holes(model) -> None:
 
 
 def with_louder_holes(model) -> None:
-    """The same, in louder layers."""
+    """The same, and every other layer is louder."""
     from support.llm.miniatures.louder_block import LouderBlock  # which imports Triton, whose interpreter comes first
 
     with_holes(model)
     for number, layer in enumerate(model.transformer.h):
-        layer.__class__, layer.louder = LouderBlock, 1.0 + number % 2
+        layer.__class__, layer.louder = LouderBlock, float(number % 2)
 
 
 def scaled(kind: str, **parameters) -> dict:
