@@ -96,6 +96,7 @@ def test_experts_of_scaled_inputs_compute_what_they_are_chosen_for():
 
 
 @pytest.mark.parametrize("part", ["router", "shared_expert"])
+@pytest.mark.share(1)
 def test_what_hangs_on_parts_of_a_mixture_of_scaled_inputs_runs_by_stock(part):
     stock = make("llama4")
     ours, calls = accel.optimize(copy.deepcopy(stock), cpu="fuse"), []
