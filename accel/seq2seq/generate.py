@@ -26,8 +26,7 @@ from accel.libraries.generation import (
     merged_config,
     with_growing_cache,
 )
-from accel.llm.generation.loop import handover
-from accel.llm.generation.loop.hooks import GenerateCall, GenerateHook
+from accel.llm.generation.loop.hooks import GenerateCall, GenerateHook, steps_replay
 from accel.patching.fast_forward import as_written
 from accel.patching.rule import Patch
 from accel.seq2seq.beams import beams_fused, known_beams
@@ -194,10 +193,11 @@ def split_rows(hook: GenerateHook, *args: Any, **kwargs: Any) -> Any:
 def growing_cache(hook: GenerateHook, *args: Any, **kwargs: Any) -> Any:
     """Has the usual cache made in place of one of fixed size that nobody sees: for this steps come from graphs."""
     forward, config = hook.forward, hook.arguments(args, kwargs).get("generation_config")
-    replays = forward.runner is not None and hook.module.device.type in handover.DEVICES and forward.mode() is None
-    if config is None or not (hook.notes.plain and replays) or forward.declined:
+    ours = hook.notes.plain and steps_replay(forward) and not forward.declined
+    growing = with_growing_cache(hook.module, config) if ours and config is not None else None
+    if growing is None:
         return hook.stock(*args, **kwargs)
-    return hook.stock_with(args, kwargs, generation_config=with_growing_cache(hook.module, config) or config)
+    return hook.stock_with(args, kwargs, generation_config=growing)
 
 
 HOOKS = {"generate": generate, FALLBACK: with_fallback, SPLIT: split_rows, CACHE: growing_cache}

@@ -4,6 +4,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -171,13 +172,14 @@ def prepare_cache(hook: GenerateHook, *args: Any, **kwargs: Any) -> Any:
     follows = mode in ONE_BY_ONE and (not forward.one_by_one or shows_all(model_kwargs.get(MASK)))
     usual = follows and asked is not None and asked.usual
     unseen = usual and asks_for_tokens_alone(config, model_kwargs) and generating_cache(model_kwargs) is None
-    growing = with_growing_cache(hook.module, config) if unseen and _replays(forward) else None
-    result = hook.stock_with(args, kwargs, generation_config=config if growing is None else growing)
+    growing = with_growing_cache(hook.module, config) if unseen and steps_replay(forward) else None
+    as_asked = partial(hook.stock, *args, **kwargs)
+    result = as_asked() if growing is None else hook.stock_with(args, kwargs, generation_config=growing)
     store = _adopted(hook, given)
     if store is None and growing is not None:  # for stock's own code the cache that was asked for is the faster one
         for name in NAMES:
             model_kwargs.pop(name, None)
-        return hook.stock(*args, **kwargs)
+        return as_asked()
     if store is not None and follows:
         notes.known_store = weakref.ref(store)
         if usual and asks_for_tokens_alone(config, model_kwargs):
@@ -186,7 +188,7 @@ def prepare_cache(hook: GenerateHook, *args: Any, **kwargs: Any) -> Any:
     return result
 
 
-def _replays(forward: DecoderForward) -> bool:
+def steps_replay(forward: Any) -> bool:
     """Whether steps come from graphs: these are faster than what stock compiles for a cache of fixed size."""
     return forward.runner is not None and forward.module.device.type in handover.DEVICES and forward.mode() is None
 

@@ -161,9 +161,8 @@ ELSEWHERE = {
 def test_stocks_own_loop(name, pair_of, twins, ran, monkeypatch):
     if name == "another device":
         monkeypatch.setattr(handover, "DEVICES", ())
-    ours, stock = (
-        pair_of("gpt2") if "token_type_ids" in ELSEWHERE[name] else twins()
-    )  # calls that fall back are counted
+    takes_types = "token_type_ids" in ELSEWHERE[name]
+    ours, stock = pair_of("gpt2") if takes_types else twins()  # calls that fall back are counted
     call = {key: torch.ones(2, 7).long() if value == "ones" else value for key, value in ELSEWHERE[name].items()}
     same(followed_by_numbers(ours, **call), followed_by_numbers(stock, **call))
     assert ran == [0, 0]
